@@ -1,0 +1,12 @@
+"""The one exception that a user reads.
+
+Whatever a user can get wrong (a file, an option, a kernel of theirs) ends in a `ParityError`
+whose text is a sentence: what, where, got and expected, what to do. The command prints it without
+a traceback and exits with status 2; the pytest plugin turns it into a usage error.
+"""
+
+from __future__ import annotations
+
+
+class ParityError(Exception):
+    """A sentence for the user; subclass it for each subject."""

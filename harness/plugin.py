@@ -1,0 +1,263 @@
+"""The pytest plugin: options, header, kernel selection and fixtures of a parity run.
+
+Loaded by the root conftest.py, by `parity check`, and by anyone with
+`-p moe_parity.harness.plugin`. An option on the command line beats the environment variable,
+which beats the ini setting:
+
+| option                | environment       | ini setting        | default |
+|-----------------------|-------------------|--------------------|---------|
+| --parity-out          |                   | parity_out         | none: nothing is written |
+| --parity-report       |                   | parity_report      | off     |
+| --parity-device       | MOE_PARITY_DEVICE | parity_device      | auto    |
+| --parity-require-gpu  |                   | parity_require_gpu | off     |
+| --parity-kernel       |                   | parity_kernel      | all     |
+| --parity-seed         | MOE_PARITY_SEED   | parity_seed        | none: new cases every time |
+| --hypothesis-profile  | MOE_PARITY_PROFILE|                    | dev; ci under CI |
+
+Fixtures, all of them for the session: `parity_recorder`, `parity_device`, `parity_seed`,
+`parity_gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from moe_parity.harness import environment, settings
+from moe_parity.harness.errors import ParityError
+from moe_parity.harness.recorder import Recorder
+from moe_parity.harness.session import Session
+
+# Before anything imports torch: a worker of xdist sees one GPU.
+environment.bind_worker_gpu()
+
+NO_GPU = "needs a CUDA GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run, resolved; `device` is `cpu` or `cuda`, `out` absolute."""
+
+    out: Path | None
+    report: bool
+    device: str
+    require_gpu: bool
+    kernels: tuple[str, ...]
+    seed: int | None
+
+
+OPTIONS = pytest.StashKey[Options]()
+SELECTED = pytest.StashKey[frozenset[str] | None]()
+SESSION = pytest.StashKey[Session]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("moe-parity", "bit-exact parity of MoE kernels")
+
+    def add(name: str, ini: Any, text: str, **keywords: Any) -> None:
+        option = f"--parity-{name}"
+        group.addoption(option, dest=f"parity_{name.replace('-', '_')}", help=text, **keywords)
+        parser.addini(f"parity_{name.replace('-', '_')}", f"{option}: {text}", ini, default=None)
+
+    add("out", "string", "write results.jsonl to this folder", metavar="DIR", default=None)
+    add(
+        "report",
+        "bool",
+        "also write report.html, summary.md and tolerances.csv there",
+        action="store_true",
+        default=None,
+    )
+    add("device", "string", "cpu, cuda or auto (default)", metavar="DEVICE", default=None)
+    add(
+        "require-gpu",
+        "bool",
+        "a missing GPU, or a skip for want of one, is an error",
+        action="store_true",
+        default=None,
+    )
+    add(
+        "kernel",
+        "linelist",
+        "test this kernel, or those that this file registers, and no other (repeatable)",
+        action="append",
+        metavar="NAME|FILE.py",
+        default=None,
+    )
+    add("seed", "int", "base seed of inputs and drawn cases", metavar="N", default=None)
+
+
+def _resolve(config: pytest.Config) -> Options:
+    def value(name: str, variable: str = "") -> Any:
+        given = config.getoption(f"parity_{name}")
+        if given is None and variable:
+            given = os.environ.get(variable) or None
+        return config.getini(f"parity_{name}") if given is None else given
+
+    out, report = value("out"), bool(value("report"))
+    if report and not out:
+        raise ParityError("--parity-report needs --parity-out=DIR to write to.")
+    require_gpu = bool(value("require_gpu"))
+    seed = value("seed", "MOE_PARITY_SEED")
+    try:
+        seed = None if seed is None else int(seed)
+    except ValueError:
+        raise ParityError(f"the seed is {seed!r}, expected a whole number.") from None
+    return Options(
+        out=(config.invocation_params.dir / out).resolve() if out else None,
+        report=report,
+        device=choose_device(value("device", "MOE_PARITY_DEVICE") or "auto", require_gpu),
+        require_gpu=require_gpu,
+        kernels=tuple(value("kernel") or ()),
+        seed=seed,
+    )
+
+
+def choose_device(wanted: str, require_gpu: bool = False) -> str:
+    """Return `cpu` or `cuda` for a wish of cpu, cuda or auto; raise ParityError if it cannot be."""
+    if wanted not in ("cpu", "cuda", "auto"):
+        raise ParityError(f"the device is {wanted!r}, expected cpu, cuda or auto.")
+    if wanted == "cpu":
+        if require_gpu:
+            raise ParityError("a GPU is required and the device is cpu: ask for one of the two.")
+        return "cpu"
+    if environment.gpu() is not None:
+        return "cuda"
+    if wanted == "cuda" or require_gpu:
+        asked = "the device is cuda" if wanted == "cuda" else "a GPU is required"
+        raise ParityError(
+            f"{asked}, but torch finds no CUDA GPU here: check the driver, CUDA_VISIBLE_DEVICES "
+            "and that torch is a CUDA build, or use the device cpu."
+        )
+    return "cpu"
+
+
+def load_kernels(names: tuple[str, ...]) -> frozenset[str] | None:
+    """Return the names of the kernels to test, None for all; raise ParityError for an unknown one.
+
+    An entry that ends in .py or holds a slash is a file: it is loaded, and the kernels that it
+    registers are meant.
+    """
+    if not names:
+        return None
+    from moe_parity.kernels import registry
+
+    selected: set[str] = set()
+    for name in names:
+        try:
+            if not name.endswith(".py") and "/" not in name:
+                selected.add(registry.find(name).name)
+                continue
+            before = {kernel.name for kernel in registry.all_kernels()}
+            registry.load_file(Path(name))
+        except registry.KernelError as error:
+            raise ParityError(str(error)) from None
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            raise ParityError(
+                f"the kernel file {name} does not import: {type(error).__name__}: {text}"
+            ) from None
+        new = {kernel.name for kernel in registry.all_kernels()} - before
+        if not new:
+            raise ParityError(f"the kernel file {name} registers no kernel.")
+        selected |= new
+    return frozenset(selected)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "moe(kernel, stage, scale, layout, dtype, clamp, ep, graph, poison, ...): what the test "
+        "is about; select exactly with -m \"moe(scale='ue8m0')\"",
+    )
+    try:
+        options = _resolve(config)
+        # hypothesis loads --hypothesis-profile itself, after this hook
+        settings.activate("dev" if config.getoption("hypothesis_profile", None) else None)
+        config.stash[SELECTED] = load_kernels(options.kernels)
+    except ParityError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[OPTIONS] = options
+    if options.seed is not None and config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(options.seed)
+    session = Session(
+        config,
+        out=options.out,
+        report=options.report,
+        device=options.device,
+        require_gpu=options.require_gpu,
+        seed=options.seed,
+        selected=config.stash[SELECTED],
+    )
+    session.notes.extend(environment.misspelt())
+    config.stash[SESSION] = session
+    config.pluginmanager.register(session, "moe-parity-session")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return header(config)
+
+
+def header(config: pytest.Config) -> list[str]:
+    """Return the lines that say what this run is."""
+    options = config.stash[OPTIONS]
+    card = environment.gpu() if options.device == "cuda" else None
+    device = f"{card.name}, driver {card.driver}" if card else "cpu (virtual GPU)"
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in environment.versions().items()
+        if name in ("python", "torch", "triton", "numpy", "hypothesis")
+    )
+    profile = hypothesis_settings.get_current_profile_name()
+    lines = [
+        f"moe-parity: {device}; profile {profile}, seed {options.seed}; {versions}",
+        *(f"moe-parity: {name}={value}" for name, value in environment.variables().items()),
+        *(f"moe-parity: warning: {sentence}" for sentence in environment.misspelt()),
+    ]
+    if options.kernels:
+        lines.append(f"moe-parity: only {', '.join(sorted(config.stash[SELECTED] or ()))}")
+    return lines
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of kernels that were not asked for; tests without a kernel stay."""
+    selected = config.stash[SELECTED]
+    if selected is None:
+        return
+    kept, dropped = [], []
+    for item in items:
+        kernels = {mark.kwargs.get("kernel") for mark in item.iter_markers("moe")} - {None}
+        (kept if not kernels or kernels & selected else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def parity_recorder(request: pytest.FixtureRequest) -> Recorder:
+    """The recorder of this run; a check calls its `add`."""
+    return request.config.stash[SESSION].recorder
+
+
+@pytest.fixture(scope="session")
+def parity_device(request: pytest.FixtureRequest) -> str:
+    """The device that kernels run on: `cpu` (the virtual GPU) or `cuda`."""
+    return request.config.stash[OPTIONS].device
+
+
+@pytest.fixture(scope="session")
+def parity_seed(request: pytest.FixtureRequest) -> int:
+    """The base seed of inputs, 0 where none was given."""
+    return request.config.stash[OPTIONS].seed or 0
+
+
+@pytest.fixture(scope="session")
+def parity_gpu(parity_device: str) -> str:
+    """The string `cuda`; skips the test where the device is not, with a reason that is listed."""
+    if parity_device != "cuda":
+        pytest.skip(NO_GPU)
+    return parity_device

@@ -1,0 +1,167 @@
+"""E4M3, UE8M0, BF16 and FP16 by their bits.
+
+No cast here goes through a library: torch's own E4M3 cast saturates in one release and gives NaN
+in another, and its NaN code depends on the source dtype.  What the functions do instead was
+measured on an H200 (``cvt.rn.satfinite.e4m3x2.f32``, ``cvt.rn.bf16.f32``).
+
+Two rules hold everywhere:
+
+* a NaN loses its sign and payload: fp32 NaN is ``0x7fffffff``, BF16 ``0x7fff``, E4M3 ``0x7f``;
+* the sign of zero is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+"""The largest finite E4M3 value; there is no infinity."""
+
+E4M3_NAN = 0x7F
+F32_NAN_BITS = 0x7FFFFFFF
+_SIGN = -0x80000000
+_ABS = 0x7FFFFFFF
+_INF = 0x7F800000
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Return the bits of an fp32 tensor as int32, any shape, without a copy where possible."""
+    if x.dtype is not torch.float32:
+        raise TypeError(f"bits_of takes torch.float32, got {x.dtype}; convert it exactly first.")
+    return x.contiguous().view(torch.int32)
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """Return the fp32 tensor whose bits are the int32 tensor ``bits``."""
+    if bits.dtype is not torch.int32:
+        raise TypeError(f"from_bits takes torch.int32, got {bits.dtype}.")
+    return bits.contiguous().view(torch.float32)
+
+
+def canonical_nan(x: Tensor) -> Tensor:
+    """Return fp32 ``x`` with every NaN replaced by ``0x7fffffff``, the one the GPU writes."""
+    bits = bits_of(x)
+    return from_bits(torch.where((bits & _ABS) > _INF, torch.full_like(bits, F32_NAN_BITS), bits))
+
+
+def to_f32(x: Tensor) -> Tensor:
+    """Widen BF16, FP16 or fp32 to fp32; exact, NaN made canonical."""
+    if x.dtype is torch.bfloat16:
+        wide = x.contiguous().view(torch.int16).to(torch.int32) << 16
+        return canonical_nan(from_bits(wide))
+    if x.dtype is torch.float16:
+        return canonical_nan(x.to(torch.float32))
+    if x.dtype is torch.float32:
+        return canonical_nan(x)
+    raise TypeError(f"to_f32 takes bfloat16, float16 or float32, got {x.dtype}.")
+
+
+def f32_to_bf16(x: Tensor) -> Tensor:
+    """Round fp32 to BF16, to nearest even; overflow gives Inf, NaN gives ``0x7fff``."""
+    bits = bits_of(x).to(torch.int64) & 0xFFFFFFFF
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & _ABS) > _INF
+    rounded = torch.where(is_nan, torch.full_like(rounded, 0x7FFF), rounded)
+    signed = torch.where(rounded >= 0x8000, rounded - 0x10000, rounded)
+    return signed.to(torch.int16).view(torch.bfloat16)
+
+
+def bf16_to_f32(x: Tensor) -> Tensor:
+    """Widen BF16 to fp32; exact."""
+    return to_f32(x)
+
+
+def f32_to_f16(x: Tensor) -> Tensor:
+    """Round fp32 to FP16, to nearest even, subnormals kept; NaN gives ``0x7fff``.
+
+    IEEE binary16 conversion is an instruction on both sides, so torch's cast is exact; only the
+    NaN is ours.
+    """
+    half = x.to(torch.float16).view(torch.int16)
+    is_nan = torch.isnan(x)
+    return torch.where(is_nan, torch.full_like(half, 0x7FFF), half).view(torch.float16)
+
+
+def round_bf16(x: Tensor) -> Tensor:
+    """Round fp32 to BF16 and widen it again: the rounding alone."""
+    return bf16_to_f32(f32_to_bf16(x))
+
+
+def e4m3_encode(x: Tensor) -> Tensor:
+    """Round fp32 to E4M3 codes (uint8), to nearest even.
+
+    Everything past 448, infinities included, saturates to +-448; NaN gives ``0x7f``.
+    Source: ``cvt.rn.satfinite.e4m3x2.f32``, PTX ISA 8.x, compared on an H200.
+    """
+    bits = bits_of(x)
+    sign = torch.where(bits < 0, 0x80, 0)
+    mag = bits & _ABS
+    # Normal range: keep 3 of 23 fraction bits; the carry of the rounding moves the exponent.
+    normal = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2^-6 the spacing is 2^-9. Adding 2^14 puts that spacing at fp32's last place, so the
+    # addition itself rounds to nearest even and leaves the code in the low bits.
+    magic = 16384.0
+    shifted = bits_of(from_bits(torch.where(mag < 0x3C800000, mag, torch.zeros_like(mag))) + magic)
+    subnormal = shifted - bits_of(torch.full_like(x, magic))
+    code = torch.where(mag < 0x3C800000, subnormal, normal)
+    code = torch.where(mag > 0x43E00000, torch.full_like(code, 0x7E), code)
+    code = torch.where(mag > _INF, torch.full_like(code, E4M3_NAN), code | sign)
+    return code.to(torch.uint8)
+
+
+def e4m3_decode(code: Tensor) -> Tensor:
+    """Decode E4M3 codes (uint8, any shape) to fp32; ``0x7f`` and ``0xff`` give NaN."""
+    if code.dtype is not torch.uint8:
+        raise TypeError(f"e4m3_decode takes uint8 codes, got {code.dtype}; view FP8 as uint8.")
+    return _e4m3_table(code.device)[code.long()]
+
+
+def _e4m3_table(device: torch.device) -> Tensor:
+    code = torch.arange(256, device=device, dtype=torch.int32)
+    exponent, fraction = (code >> 3) & 15, code & 7
+    normal = (8 + fraction).float() * torch.pow(2.0, (exponent - 10).double()).float()
+    value = torch.where(exponent == 0, fraction.float() * 2.0**-9, normal)
+    value = torch.where(code >= 128, -value, value)
+    nan = from_bits(torch.full_like(code, F32_NAN_BITS))
+    return torch.where((code & 0x7F) == E4M3_NAN, nan, value)
+
+
+def ue8m0_encode(scale: Tensor) -> Tensor:
+    """Return the exponent byte (uint8) of fp32 powers of two.
+
+    Raises ValueError, with the first offender, where ``scale`` is not a positive power of two
+    (2^-127, whose byte is 0, is subnormal in fp32 and accepted).
+    """
+    bits = bits_of(scale)
+    exact = ((bits & 0x807FFFFF) == 0) & (bits > 0) & (bits < _INF)
+    ok = exact | (bits == 0x00400000)
+    if not bool(ok.all()):
+        at = int((~ok).flatten().nonzero()[0, 0])
+        value, word = float(scale.flatten()[at]), int(bits.flatten()[at]) & 0xFFFFFFFF
+        raise ValueError(
+            f"UE8M0 holds positive powers of two only; element {at} is {value!r} (0x{word:08x})."
+        )
+    return (bits >> 23).to(torch.uint8)
+
+
+def ue8m0_decode(code: Tensor) -> Tensor:
+    """Decode exponent bytes (uint8) to fp32: 2^(code - 127), and NaN for 255."""
+    wide = code.to(torch.int32)
+    bits = torch.where(wide == 0, torch.full_like(wide, 0x00400000), wide << 23)
+    return from_bits(torch.where(wide == 255, torch.full_like(wide, F32_NAN_BITS), bits))
+
+
+def pack_ue8m0(codes: Tensor) -> Tensor:
+    """Pack exponent bytes ``[..., G]`` into int32 words ``[..., ceil(G / 4)]``.
+
+    Byte j of a word (little endian) is group 4 * word + j; missing groups are 0.
+    """
+    short = -codes.shape[-1] % 4
+    padded = torch.nn.functional.pad(codes, (0, short))
+    return padded.contiguous().view(torch.int32)
+
+
+def unpack_ue8m0(words: Tensor, groups: int) -> Tensor:
+    """Unpack int32 words ``[..., W]`` to the first ``groups`` exponent bytes, uint8."""
+    return words.contiguous().view(torch.uint8)[..., :groups]

@@ -1,0 +1,37 @@
+"""The words of the project as types: stage, decision, recipe, case, trace, contract."""
+
+from moe_parity.references.spec.case import (
+    Case,
+    Hazard,
+    InputDtype,
+    ScaleFormat,
+    ScaleLayout,
+    Values,
+    parse_id,
+)
+from moe_parity.references.spec.contract import Check, Contract
+from moe_parity.references.spec.decision import Decision, Option, decisions, neighbours
+from moe_parity.references.spec.recipe import QuantRecipe, Recipe
+from moe_parity.references.spec.stage import Stage
+from moe_parity.references.spec.trace import QuantOutput, Trace
+
+__all__ = [
+    "Case",
+    "Check",
+    "Contract",
+    "Decision",
+    "Hazard",
+    "InputDtype",
+    "Option",
+    "QuantOutput",
+    "QuantRecipe",
+    "Recipe",
+    "ScaleFormat",
+    "ScaleLayout",
+    "Stage",
+    "Trace",
+    "Values",
+    "decisions",
+    "neighbours",
+    "parse_id",
+]

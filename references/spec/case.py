@@ -1,0 +1,156 @@
+"""A case: what a caller asks for.  How things are rounded is the recipe's business."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class _Word(StrEnum):
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class ScaleFormat(_Word):
+    """How scales are held."""
+
+    FP32 = "fp32"
+    UE8M0 = "ue8m0"
+    """Powers of two, held in fp32."""
+    UE8M0_PACKED = "ue8m0packed"
+    """Four exponent bytes in an int32."""
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """Whether the values are powers of two."""
+        return self is not ScaleFormat.FP32
+
+
+class ScaleLayout(_Word):
+    """How the scales of [M, groups] lie in memory."""
+
+    ROW = "row"
+    """Strides (groups, 1)."""
+    COLUMN = "col"
+    """Strides (1, M)."""
+    TMA = "tma"
+    """Strides (1, M rounded up to 4), as TMA wants rows of 16 bytes."""
+
+
+class InputDtype(_Word):
+    """The type of the tensor that is quantized."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "f32"
+
+
+class Values(_Word):
+    """What the elements look like; ``aimed`` means the aimed inputs of every decision."""
+
+    NORMAL = "normal"
+    WIDE = "wide"
+    AIMED = "aimed"
+    SPECIAL = "special"
+
+
+class Hazard(_Word):
+    """What surrounds a call."""
+
+    NONE = "none"
+    STRIDED = "strided"
+    """The input is a view with gaps; the gaps hold NaN."""
+    TRANSPOSED = "transposed"
+    """The input's rows are not contiguous."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One request.  ``m`` tokens, ``e`` experts, top-``k``, hidden ``h``, intermediate ``i``.
+
+    Quantization stages read m and h (activations) or n = i and h (weights, one expert).  Raises
+    ValueError, in a sentence, for sizes that nobody can ask for.
+    """
+
+    m: int = 1
+    e: int = 1
+    k: int = 1
+    h: int = 128
+    i: int = 128
+    group: int = 128
+    scale: ScaleFormat = ScaleFormat.FP32
+    layout: ScaleLayout = ScaleLayout.ROW
+    dtype: InputDtype = InputDtype.BF16
+    clamp: float | None = None
+    ep_rank: int = 0
+    ep_size: int = 1
+    values: Values = Values.NORMAL
+    hazard: Hazard = Hazard.NONE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject impossible sizes."""
+        for name in ("e", "k", "h", "i", "group", "ep_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"case: {name} must be at least 1, got {getattr(self, name)}.")
+        if self.m < 0:
+            raise ValueError(f"case: m must not be negative, got {self.m}.")
+        if not 0 <= self.ep_rank < self.ep_size:
+            raise ValueError(f"case: rank {self.ep_rank} is not one of {self.ep_size}.")
+
+    @property
+    def id(self) -> str:
+        """The case in a test id: fixed order, lower case, defaults left out."""
+        words = [self.scale.value]
+        if self.clamp is not None:
+            words.append("c" + f"{self.clamp:g}".replace(".", "p"))
+        if self.ep_size > 1:
+            words.append(f"ep{self.ep_rank}of{self.ep_size}")
+        for name in ("layout", "dtype", "values", "hazard"):
+            if getattr(self, name) != _DEFAULTS[name]:
+                words.append(getattr(self, name).value)
+        if self.group != _DEFAULTS["group"]:
+            words.append(f"g{self.group}")
+        sizes = {name: getattr(self, name) for name in ("m", "e", "k", "h", "i")}
+        shown = {n: v for n, v in sizes.items() if n in "mh" or v != _DEFAULTS[n]}
+        return "-".join(words + [f"{name}{value}" for name, value in shown.items()])
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
+_ENUMS: tuple[tuple[str, type[_Word]], ...] = (
+    ("scale", ScaleFormat), ("layout", ScaleLayout), ("dtype", InputDtype),
+    ("values", Values), ("hazard", Hazard),
+)  # fmt: skip
+
+
+def parse_id(text: str, seed: int = 0) -> tuple[str, Case]:
+    """Return (kernel name, case) of ``<kernel>-<case id>``.
+
+    Raises ValueError with a sentence naming the word that is not understood.
+    """
+    words = text.split("-")
+    start = next((n for n, w in enumerate(words) if w in set(ScaleFormat)), None)
+    if not start:
+        formats = ", ".join(ScaleFormat)
+        raise ValueError(f"id {text!r} names no kernel and scale format; formats are {formats}.")
+    found: dict[str, object] = {"seed": seed}
+    for word in words[start:]:
+        found.update(_parse_word(word, text))
+    return "-".join(words[:start]), Case(**found)  # type: ignore[arg-type]
+
+
+def _parse_word(word: str, text: str) -> dict[str, object]:
+    for name, kind in _ENUMS:
+        if word in set(kind):
+            return {name: kind(word)}
+    if match := re.fullmatch(r"([mekhi])(\d+)", word):
+        return {match[1]: int(match[2])}
+    if match := re.fullmatch(r"g(\d+)", word):
+        return {"group": int(match[1])}
+    if match := re.fullmatch(r"ep(\d+)of(\d+)", word):
+        return {"ep_rank": int(match[1]), "ep_size": int(match[2])}
+    if match := re.fullmatch(r"c(\d+(?:p\d+)?)", word):
+        return {"clamp": float(match[1].replace("p", "."))}
+    raise ValueError(f"id {text!r}: {word!r} is not a word of the id grammar (docs/ids.md).")

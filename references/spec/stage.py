@@ -1,0 +1,22 @@
+"""The stages of a block-FP8 MoE layer, in the order in which the data passes them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    """One step of the layer."""
+
+    WEIGHT_QUANT = "weight_quant"
+    ACT_QUANT = "act_quant"
+    ALIGN = "align"
+    PERMUTE = "permute"
+    FC1 = "fc1"
+    SWIGLU_QUANT = "swiglu_quant"
+    FC2 = "fc2"
+    COMBINE = "combine"
+
+    def __repr__(self) -> str:
+        """Return source text, so that a printed case can be pasted."""
+        return f"{type(self).__name__}.{self.name}"
