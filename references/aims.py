@@ -99,6 +99,4 @@ def nan_elements(seed: int) -> Tensor:
     """512 groups with NaN among ordinary elements, 1100 groups of nothing but NaN."""
     x = _spread(seed, "nan", torch.pow(2.0, (torch.arange(512) % 40 - 20).float()))
     where = keyed.integers(seed, "nan/where", 512, GROUP, below=8) == 0
-    return torch.cat(
-        [x.masked_fill(where, float("nan")), torch.full((1100, GROUP), float("nan"))]
-    )
+    return torch.cat([x.masked_fill(where, float("nan")), torch.full((1100, GROUP), float("nan"))])

@@ -42,9 +42,7 @@ class Unit:
     """The k of each step within 32 of K, in order; the accumulator is carried between steps."""
 
 
-WGMMA_FP8 = Unit(
-    name="wgmma_fp8", alignment_bits=13, result_bits=13, steps=(tuple(range(GROUP)),)
-)
+WGMMA_FP8 = Unit(name="wgmma_fp8", alignment_bits=13, result_bits=13, steps=(tuple(range(GROUP)),))
 """``wgmma.m64nNk32.f32.e4m3.e4m3``."""
 
 MMA_F16 = Unit(

@@ -73,7 +73,9 @@ def _dot(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, a
                         total[j] = 0.0
                     # Eight products of 2^27 fit an int32; float64 holds any sum of them exactly.
                     for block in range(0, length, 8):
-                        _terms(part, va[row], vb, scale, chosen[block : block + 8], start, left, width)
+                        _terms(
+                            part, va[row], vb, scale, chosen[block : block + 8], start, left, width
+                        )
                         for j in range(width):
                             total[j] += part[j]
                     _finish(c, top, total, align, drop)

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Checks: properties of (kernel, case), each with a verdict."""

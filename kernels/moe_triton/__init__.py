@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Our own Triton kernels for block-FP8 MoE layers, checked against the recipe ``ours``."""

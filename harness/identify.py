@@ -1,0 +1,60 @@
+"""Which decision differs: look among the neighbouring recipes for the bits that were seen.
+
+And the other way round: how many outputs of these very inputs would have told any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_parity.harness.compare import compare
+from moe_parity.harness.mutants import mutants
+from moe_parity.harness.run import reference
+from moe_parity.references.formats import bits_of
+from moe_parity.references.spec import Case, QuantOutput, QuantRecipe, Stage
+
+
+def identify(stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: QuantRecipe) -> list[str]:  # fmt: skip  # noqa: E501
+    """Return the single changes of ``recipe``, as ``decision=option``, that give ``got``."""
+    return [
+        mutant.name
+        for mutant in mutants(recipe)
+        if compare(got, reference(stage, case, x, mutant.recipe), stage).equal
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """What a set of inputs could have shown."""
+
+    could_show: int
+    """Outputs on which at least one mutant differs."""
+    nearest: str
+    """The mutant that the fewest outputs tell, of those that any does."""
+    distance: int | None
+    """How many outputs tell it."""
+
+
+def power_on(stage: Stage, case: Case, x: Tensor, recipe: QuantRecipe, expected: QuantOutput) -> Power:  # fmt: skip  # noqa: E501
+    """Measure the power of ``x``: run every mutant and collect where it differs."""
+    codes = torch.zeros_like(expected.codes, dtype=torch.bool)
+    scales = torch.zeros_like(expected.scales, dtype=torch.bool)
+    told: dict[str, int] = {}
+    for mutant in mutants(recipe):
+        other = reference(stage, case, x, mutant.recipe)
+        code_mask = other.codes != expected.codes
+        scale_mask = bits_of(other.scales) != bits_of(expected.scales)
+        codes |= code_mask
+        scales |= scale_mask
+        count = int(code_mask.sum()) + int(scale_mask.sum())
+        if count:
+            told[mutant.name] = count
+    nearest = min(told, key=lambda name: told[name]) if told else ""
+    return Power(
+        could_show=int(codes.sum()) + int(scales.sum()),
+        nearest=nearest,
+        distance=told.get(nearest),
+    )

@@ -1,0 +1,112 @@
+"""Inputs of a case: keyed values, aimed groups, hazards.
+
+The same case and seed give the same bits on a CPU and a GPU and in every library version.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from moe_parity.harness.mutants import cast_input
+from moe_parity.references import aims, keyed
+from moe_parity.references.formats import from_bits
+from moe_parity.references.spec import Case, Hazard, QuantRecipe, Stage, Values, decisions
+from torch import Tensor
+
+_GAP = 8
+"""Elements between the rows of a strided input; a multiple of 16 bytes for two-byte types."""
+
+
+def quant_input(case: Case, stage: Stage, device: str = "cpu") -> Tensor:
+    """Return the input of a quantization stage in the case's dtype, on ``device``.
+
+    [m, h] for activations, [i, h] for one expert's weight.
+    """
+    if stage is Stage.WEIGHT_QUANT and case.values is Values.AIMED:
+        x = _aimed_tiles(case.seed, case.i, case.h).to(device)
+    else:
+        rows = case.i if stage is Stage.WEIGHT_QUANT else case.m
+        x = values(case, rows, case.h, device)
+    return embed(cast_input(x, case.dtype), case.hazard)
+
+
+def values(case: Case, rows: int, columns: int, device: str) -> Tensor:
+    """Return fp32 [rows, columns] of the case's value pattern."""
+    if case.values is Values.AIMED:
+        return _aimed(case.seed, rows, columns).to(device)
+    x = keyed.normal(case.seed, "x", rows, columns, device=device)
+    if case.values is Values.NORMAL:
+        return x
+    return x * _block_exponents(case, rows, columns, device) if case.values is Values.WIDE else (
+        _special(case, x)
+    )  # fmt: skip
+
+
+def _block_exponents(case: Case, rows: int, columns: int, device: str) -> Tensor:
+    """Return powers of two, another one for every row and 64 columns: no two scales alike.
+
+    A transposed, shifted or mis-strided scale then shows in every block.
+    """
+    exponent = keyed.integers(case.seed, "x/exponent", rows, -(-columns // 64), below=60) - 30
+    power = torch.pow(2.0, exponent.float()).to(device)
+    return power.repeat_interleave(64, 1)[:, :columns]
+
+
+def _special(case: Case, x: Tensor) -> Tensor:
+    """Sprinkle NaN, infinities, zeros, subnormals and the largest values over ``x``."""
+    words = (0x7FC00000, 0x7F800000, -0x00800000, 0, -0x80000000, 1, 0x007FFFFF, 0x7F7F0000)
+    bits = torch.tensor(words, dtype=torch.int64, device=x.device).int()
+    rows, columns = x.shape
+    device = str(x.device)
+    which = keyed.integers(case.seed, "x/which", rows, columns, below=len(words), device=device)
+    here = keyed.integers(case.seed, "x/here", rows, columns, below=97, device=device) == 0
+    quiet = keyed.integers(case.seed, "x/row", rows, 1, below=2, device=device) == 0
+    return torch.where(here & ~quiet, from_bits(bits[which].contiguous()), x)
+
+
+@lru_cache(maxsize=4)
+def aimed_pool(seed: int) -> Tensor:
+    """Return the aimed groups of every quantization decision, fp32 [groups, 128], interleaved."""
+    aimed = {d.name: d.aim for d in decisions(QuantRecipe).values()}
+    pool = torch.cat([aim(seed) for aim in dict.fromkeys(aimed.values())])
+    order = keyed.words(seed, "pool", 1, pool.shape[0])[0].argsort()
+    return pool[order]
+
+
+def aimed_rows(columns: int, seed: int = 0) -> int:
+    """Return how many rows of ``columns`` hold the whole pool once."""
+    return -(-aimed_pool(seed).shape[0] * aims.GROUP // columns)
+
+
+def _aimed(seed: int, rows: int, columns: int) -> Tensor:
+    """Lay the pool out row by row, from the start again when it is used up."""
+    pool = aimed_pool(seed)
+    needed = -(-rows * columns // aims.GROUP)
+    index = torch.arange(needed) % pool.shape[0]
+    return pool[index].flatten()[: rows * columns].view(rows, columns)
+
+
+def _aimed_tiles(seed: int, rows: int, columns: int) -> Tensor:
+    """Give every 128 x 128 tile one aimed group, each of its rows rotated by one more place.
+
+    A tile of 128 different groups would have the amax of the largest, and hide the others.
+    """
+    down, across = -(-rows // 128), -(-columns // 128)
+    groups = aimed_pool(seed)[torch.arange(down * across) % aimed_pool(seed).shape[0]]
+    turn = (torch.arange(128)[:, None] + torch.arange(128)[None]) % 128
+    tiles = groups[:, turn].view(down, across, 128, 128).transpose(1, 2)
+    return tiles.reshape(down * 128, across * 128)[:rows, :columns].contiguous()
+
+
+def embed(x: Tensor, hazard: Hazard) -> Tensor:
+    """Return ``x`` as the hazard wants it: itself, a view with NaN in its gaps, or transposed."""
+    rows, columns = x.shape
+    if hazard is Hazard.STRIDED:
+        wide = torch.full((rows, columns + _GAP), float("nan"), dtype=x.dtype, device=x.device)
+        wide[:, :columns] = x
+        return wide[:, :columns]
+    return x.t().contiguous().t() if hazard is Hazard.TRANSPOSED else x
+
+
+assert aims.GROUP == 128
