@@ -35,12 +35,15 @@ def values(case: Case, rows: int, columns: int, device: str) -> Tensor:
     """Return fp32 [rows, columns] of the case's value pattern."""
     if case.values is Values.AIMED:
         return _aimed(case.seed, rows, columns).to(device)
+    if case.values is Values.EVERY_BF16:
+        word = torch.arange(rows * columns, dtype=torch.int64, device=device) & 0xFFFF
+        return from_bits((word << 16).int()).view(rows, columns)
     x = keyed.normal(case.seed, "x", rows, columns, device=device)
     if case.values is Values.NORMAL:
         return x
-    return x * _block_exponents(case, rows, columns, device) if case.values is Values.WIDE else (
-        _special(case, x)
-    )  # fmt: skip
+    if case.values is Values.WIDE:
+        return x * _block_exponents(case, rows, columns, device)
+    return _special(case, x)
 
 
 def _block_exponents(case: Case, rows: int, columns: int, device: str) -> Tensor:

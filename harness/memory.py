@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from moe_parity.references.formats import row_major
 from torch import Tensor
 
 GUARD = 4096
@@ -72,5 +73,5 @@ def unwritten(first: Output, second: Output) -> tuple[int, ...] | None:
 
 
 def _bytes(output: Output) -> Tensor:
-    flat = output.view.contiguous().cpu().view(torch.uint8)
+    flat = row_major(output.view).view(torch.uint8).cpu()
     return flat.view(*output.view.shape, output.view.element_size())

@@ -12,11 +12,12 @@ from functools import lru_cache
 
 import torch
 from moe_parity.references import quant
-from moe_parity.references.formats import f32_to_bf16, f32_to_f16
+from moe_parity.references.formats import bits_of, f32_to_bf16, f32_to_f16
 from moe_parity.references.spec import (
     Decision,
     InputDtype,
     Option,
+    QuantOutput,
     QuantRecipe,
     ScaleFormat,
     neighbours,
@@ -61,12 +62,10 @@ class Told:
         return self.codes + self.scales
 
 
-def tell_apart(left: QuantRecipe, right: QuantRecipe, x: Tensor, *, ue8m0: bool, group: int = 128) -> Told:  # fmt: skip  # noqa: E501
-    """Count the outputs of ``act_quant`` on ``x`` [M, K] that differ between two recipes."""
-    a = quant.act_quant(x, left, group=group, ue8m0=ue8m0)
-    b = quant.act_quant(x, right, group=group, ue8m0=ue8m0)
+def count(a: QuantOutput, b: QuantOutput) -> Told:
+    """Count the codes and scales that differ between two outputs of the same inputs."""
     codes = int((a.codes != b.codes).sum())
-    scales = int((a.scales.view(torch.int32) != b.scales.view(torch.int32)).sum())
+    scales = int((bits_of(a.scales) != bits_of(b.scales)).sum())
     return Told(codes=codes, scales=scales, of=a.codes.numel() + a.scales.numel())
 
 
@@ -77,11 +76,43 @@ def cast_input(x: Tensor, dtype: InputDtype) -> Tensor:
     return f32_to_f16(x) if dtype is InputDtype.FP16 else x
 
 
-@lru_cache(maxsize=4096)
-def power(recipe: QuantRecipe, mutant: QuantRecipe, decision: str, dtype: InputDtype, scale: ScaleFormat, seed: int = 0) -> Told:  # fmt: skip  # noqa: E501
-    """Count what the decision's own aimed inputs show of a mutant, for one type and format."""
-    from moe_parity.references.spec import decisions
+@lru_cache(maxsize=64)
+def _aimed(decision: Decision, dtype: InputDtype, seed: int) -> Tensor:
+    return cast_input(decision.aim(seed), dtype)
 
-    aim = next(d.aim for d in decisions(recipe).values() if d.name == decision)
-    x = cast_input(aim(seed), dtype)
-    return tell_apart(recipe, mutant, x, ue8m0=scale.is_power_of_two)
+
+@lru_cache(maxsize=64)
+def _original(recipe: QuantRecipe, decision: Decision, dtype: InputDtype, ue8m0: bool, seed: int) -> QuantOutput:  # fmt: skip  # noqa: E501
+    return quant.act_quant(_aimed(decision, dtype, seed), recipe, ue8m0=ue8m0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """What a decision's own aimed inputs show of one mutant, where they show it best."""
+
+    told: Told
+    dtype: InputDtype
+    scale: ScaleFormat
+
+
+def power(recipe: QuantRecipe, mutant: Mutant, seed: int = 0) -> Power:
+    """Count the outputs that tell a mutant, on the aimed inputs of its decision.
+
+    Input types and scale formats are tried until one shows enough; else the best one is returned.
+    """
+    best: Power | None = None
+    for scale in (ScaleFormat.FP32, ScaleFormat.UE8M0):
+        if scale.value not in mutant.decision.formats:
+            continue
+        for dtype in (InputDtype.FP32, InputDtype.BF16):
+            ue8m0 = scale.is_power_of_two
+            original = _original(recipe, mutant.decision, dtype, ue8m0, seed)
+            x = _aimed(mutant.decision, dtype, seed)
+            changed = quant.act_quant(x, mutant.recipe, ue8m0=ue8m0)
+            found = Power(told=count(original, changed), dtype=dtype, scale=scale)
+            if best is None or found.told.total > best.told.total:
+                best = found
+            if best.told.total >= ENOUGH:
+                return best
+    assert best is not None, f"{mutant.decision.name} exists in no format"
+    return best

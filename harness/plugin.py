@@ -56,6 +56,7 @@ SESSION = pytest.StashKey[Session]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add each option and its ini twin."""
     group = parser.getgroup("moe-parity", "bit-exact parity of MoE kernels")
 
     def add(name: str, ini: Any, text: str, **keywords: Any) -> None:
@@ -138,37 +139,23 @@ def choose_device(wanted: str, require_gpu: bool = False) -> str:
 def load_kernels(names: tuple[str, ...]) -> frozenset[str] | None:
     """Return the names of the kernels to test, None for all; raise ParityError for an unknown one.
 
-    An entry that ends in .py or holds a slash is a file: it is loaded, and the kernels that it
-    registers are meant.
+    An entry that ends in .py is a file: it is loaded, and the kernels it registers are meant.
     """
     if not names:
         return None
+    # Late: the registry imports torch, and a bad option should not take seconds.
     from moe_parity.kernels import registry
+    from moe_parity.kernels.errors import KernelError
 
-    selected: set[str] = set()
-    for name in names:
-        try:
-            if not name.endswith(".py") and "/" not in name:
-                selected.add(registry.find(name).name)
-                continue
-            before = {kernel.name for kernel in registry.all_kernels()}
-            registry.load_file(Path(name))
-        except registry.KernelError as error:
-            raise ParityError(str(error)) from None
-        except Exception as error:
-            text = str(error).partition("\n")[0]
-            raise ParityError(
-                f"the kernel file {name} does not import: {type(error).__name__}: {text}"
-            ) from None
-        new = {kernel.name for kernel in registry.all_kernels()} - before
-        if not new:
-            raise ParityError(f"the kernel file {name} registers no kernel.")
-        selected |= new
-    return frozenset(selected)
+    try:
+        return frozenset(kernel.name for kernel in registry.select(names))
+    except KernelError as error:
+        raise ParityError(str(error)) from None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    """Resolve the options, or refuse them in one sentence."""
     config.addinivalue_line(
         "markers",
         "moe(kernel, stage, scale, layout, dtype, clamp, ep, graph, poison, ...): what the test "
@@ -176,8 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     try:
         options = _resolve(config)
-        # hypothesis loads --hypothesis-profile itself, after this hook
-        settings.activate("dev" if config.getoption("hypothesis_profile", None) else None)
+        settings.activate()  # hypothesis itself loads --hypothesis-profile after this
         config.stash[SELECTED] = load_kernels(options.kernels)
     except ParityError as error:
         raise pytest.UsageError(str(error)) from None
@@ -199,6 +185,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
+    """State the run before it starts."""
     return header(config)
 
 
@@ -228,7 +215,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selected = config.stash[SELECTED]
     if selected is None:
         return
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         kernels = {mark.kwargs.get("kernel") for mark in item.iter_markers("moe")} - {None}
         (kept if not kernels or kernels & selected else dropped).append(item)
@@ -239,25 +227,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def parity_recorder(request: pytest.FixtureRequest) -> Recorder:
-    """The recorder of this run; a check calls its `add`."""
+    """Return the recorder of this run; a check calls its `add`."""
     return request.config.stash[SESSION].recorder
 
 
 @pytest.fixture(scope="session")
 def parity_device(request: pytest.FixtureRequest) -> str:
-    """The device that kernels run on: `cpu` (the virtual GPU) or `cuda`."""
+    """Return the device that kernels run on: `cpu` (the virtual GPU) or `cuda`."""
     return request.config.stash[OPTIONS].device
 
 
 @pytest.fixture(scope="session")
 def parity_seed(request: pytest.FixtureRequest) -> int:
-    """The base seed of inputs, 0 where none was given."""
+    """Return the base seed of inputs, 0 where none was given."""
     return request.config.stash[OPTIONS].seed or 0
 
 
 @pytest.fixture(scope="session")
 def parity_gpu(parity_device: str) -> str:
-    """The string `cuda`; skips the test where the device is not, with a reason that is listed."""
+    """Return `cuda`, or skip the test for want of a GPU; the report lists such skips."""
     if parity_device != "cuda":
         pytest.skip(NO_GPU)
     return parity_device

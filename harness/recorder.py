@@ -20,6 +20,7 @@ LABELS = ("kernel", "recipe", "stage", "scale", "layout", "dtype", "clamp", "ep"
 
 _SET_BY_RECORDER = frozenset({"id", "nodeid", "suite", "examples"})
 _SUMS = ("compared", "differing", "code_flips", "could_show")
+_LEAST = "_least"  # the distance of the example that named the nearest mutant
 _MAXIMA = ("max_ulp", "rel_err_bf16", "rel_err_f64")
 
 
@@ -81,10 +82,14 @@ def _fold(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     for name in _MAXIMA:
         known = [call[name] for call in (old, new) if call.get(name) is not None]
         folded |= {name: max(known)} if known else {}
-    distances = [call for call in (old, new) if call.get("mutant_distance") is not None]
-    if distances:
-        nearest = min(distances, key=lambda call: float(call["mutant_distance"]))
-        folded |= {key: nearest.get(key) for key in ("mutant_distance", "nearest_mutant")}
+    told = [call for call in (old, new) if call.get("mutant_distance") is not None]
+    if told:
+        # Each example names its nearest mutant by the outputs that tell it; the sum of these
+        # numbers is at most what tells any one mutant over all examples.
+        nearest = min(told, key=lambda call: call.get(_LEAST, call["mutant_distance"]))
+        folded["nearest_mutant"] = nearest.get("nearest_mutant", "")
+        folded[_LEAST] = nearest.get(_LEAST, nearest["mutant_distance"])
+        folded["mutant_distance"] = sum(call["mutant_distance"] for call in told)
     if SEVERITY[folded["verdict"]] < bad:
         folded |= _shared_labels(old, new)
     folded["examples"] = old["examples"] + 1
@@ -113,6 +118,10 @@ class Recorder:
         self.seed = seed
         self.item: Item | None = None
         self._sink = sink
+
+    def __repr__(self) -> str:
+        """Stay short in the examples that hypothesis prints."""
+        return "parity_recorder"
 
     def add(self, record_fields: Mapping[str, Any]) -> None:
         """Add what a check found: fields of `Record`, `check` and `verdict` among them.
@@ -182,9 +191,10 @@ class Recorder:
     def _record(self, item: Item, **values: Any) -> Record:
         suite, name = item_name(item.nodeid)
         given = {key: value for key, value in values.items() if value not in (None, "")}
+        given.pop(_LEAST, None)
         record_id = f"{name}:{given['check']}"
         if given["verdict"] in ("fail", "error") and "repro" not in given:
-            seed = "" if self.seed is None else f" --seed {self.seed}"
-            given["repro"] = f"parity repro '{record_id}'{seed}"
+            seed = "" if self.seed is None else f" --parity-seed={self.seed}"
+            given["repro"] = f"pytest '{item.nodeid}'{seed}"
         own = {"id": record_id, "nodeid": item.nodeid, "suite": suite}
         return Record(**({"device": self.device} | dict(item.labels) | given | own))

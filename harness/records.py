@@ -2,8 +2,8 @@
 
 A results file is JSON lines: one `run` line (who, what, with which versions), one line for each
 record, one `end` line. JSON has no NaN: a float that is not finite is written as "nan", "inf" or
-"-inf". Nothing here needs more than the standard library, so that a report can be made where
-torch is not installed.
+"-inf"; a record leaves out what has its default value. Nothing here needs more than the standard
+library, so that a report can be made where torch is not installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Record:
 
     `compared` counts outputs, `could_show` those of them that would have been red under at least
     one mutant; `differing` counts unequal outputs, `code_flips` unequal quantized codes,
-    `max_ulp` the largest distance in units in the last place. None means not measured.
+    `max_ulp` the largest distance in units in the last place; `mutant_distance` counts the outputs
+    that tell the nearest mutant from the recipe. None means not measured.
     """
 
     id: str
@@ -138,12 +139,10 @@ def count(number: int, noun: str) -> str:
 def judge(run: Run) -> Judgement:
     """Judge a run by its records first, then by what its end line says."""
     tests = Counter(record.verdict for record in run.tests)
-    bad = Counter(r.verdict for r in run.records if r.verdict in ("fail", "error"))
     ran = sum(tests.values()) - tests["skip"]
     tail = f", {count(tests['skip'], 'test')} skipped" if tests["skip"] else ""
-    if bad:
-        broken = tests["fail"] + tests["error"]
-        return Judgement("fail", f"{broken:,} of {count(ran, 'test')} did not pass{tail}")
+    if bad := {r.nodeid for r in run.records if r.verdict in ("fail", "error")}:
+        return Judgement("fail", f"{len(bad):,} of {count(ran, 'test')} did not pass{tail}")
     if run.end is None:
         return Judgement("incomplete", f"interrupted after {count(sum(tests.values()), 'test')}")
     lost = run.end.collected - sum(tests.values())
@@ -162,6 +161,11 @@ def judge(run: Run) -> Judgement:
 # --- one line -----------------------------------------------------------------------------------
 
 
+_DEFAULTS = asdict(Record(id="", check="", verdict="pass"))
+for _required in ("id", "check", "verdict"):
+    del _DEFAULTS[_required]
+
+
 def _jsonable(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -171,8 +175,11 @@ def _jsonable(value: object) -> object:
 
 
 def to_line(kind: str, item: Record | RunInfo | RunEnd) -> bytes:
-    """Return one line of a results file, newline included."""
-    data = {"kind": kind} | {key: _jsonable(value) for key, value in asdict(item).items()}
+    """Return one line of a results file, newline included; a record leaves out its defaults."""
+    data = asdict(item)
+    if isinstance(item, Record):
+        data = {key: value for key, value in data.items() if value != _DEFAULTS.get(key)}
+    data = {"kind": kind} | {key: _jsonable(value) for key, value in data.items()}
     return json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 

@@ -90,7 +90,8 @@ def _read_info(first: bytes, path: Path) -> RunInfo:
 def read(path: Path | str, *, partial: bool = False) -> Run:
     """Read a results file.
 
-    With `partial`, a file whose end is missing is read as far as it goes and `Run.end` is None.
+    With `partial`, a file whose end is missing is read as far as it goes and `Run.end` is None;
+    an id may then stand there twice, as in the part of a worker.
     Raises ResultsError, one sentence, for a file that is missing, empty, truncated or foreign.
     """
     path = Path(path)
@@ -100,7 +101,8 @@ def read(path: Path | str, *, partial: bool = False) -> Run:
             raise _truncated(path, f"line {len(lines)} breaks off")
         lines.pop()
     info = _read_info(lines[0], path)
-    records: dict[str, Record] = {}
+    records: list[Record] = []
+    ids: set[str] = set()
     end: RunEnd | None = None
     for number, line in enumerate(lines[1:], start=2):
         where = f"{path}, line {number},"
@@ -111,9 +113,10 @@ def read(path: Path | str, *, partial: bool = False) -> Run:
             end = from_json(RunEnd, data, where)
             continue
         record = from_json(Record, data, where)
-        if record.id in records:
+        if record.id in ids and not partial:
             raise ResultsError(f"{where} repeats the record {record.id!r}.")
-        records[record.id] = record
+        ids.add(record.id)
+        records.append(record)
     if end is None and not partial:
         raise _truncated(path, f"no end line after line {len(lines)}")
     if end is not None and end.records != len(records):
@@ -121,7 +124,7 @@ def read(path: Path | str, *, partial: bool = False) -> Run:
             f"{path} holds {count(len(records), 'record')}, its end line says {end.records:,}: "
             "lines were removed or added."
         )
-    return Run(info, tuple(records.values()), end)
+    return Run(info, tuple(records), end)
 
 
 def _truncated(path: Path, what: str) -> ResultsError:

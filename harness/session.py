@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class Session:
     # --- one test ------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Bracket a test, so that its records are written when it has finished."""
         self.recorder.start(item.nodeid, labels_of(item))
         result = yield
@@ -168,7 +168,7 @@ class Session:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[Any]:
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Note the outcome of a phase; make a skip for want of a GPU an error if it must be."""
         if call.when == "teardown" and self.recorder.item is not None:
             # junit.xml gets them, also through xdist
@@ -177,7 +177,7 @@ class Session:
                 different = f"{check.get('differing', 0)} differing"
                 text = f"{check['verdict']}, {compared}, {different}"
                 item.user_properties.append((f"parity.{name}", text))
-        report: pytest.TestReport = yield
+        report = yield
         running = self.recorder.item
         if running is None:
             return report
@@ -260,7 +260,7 @@ class Session:
         for name in sorted(name for name, times in names.items() if times > 1):
             complaints.append((f"several tests are called {name}: rename all but one", 1))
         if all(record.verdict == "skip" for record in tests):
-            why = f"all {count(len(tests), 'test')} were skipped" if tests else "no test was chosen"
+            why = f"{count(len(tests), 'test')} chosen, all skipped" if tests else "no test chosen"
             complaints.append((f"nothing ran: {why}", int(pytest.ExitCode.NO_TESTS_COLLECTED)))
         for kernel in sorted((self.selected or set()) - {record.kernel for record in records}):
             complaints.append((f"no test is about the kernel {kernel}", 1))

@@ -59,7 +59,13 @@ class Kernel:
     """None, or why it cannot run here at all."""
     contract: Contract
     source: Path
+    triton: bool
+    """Whether a CPU runs it on the virtual GPU."""
     note: str
+
+    def runs_on(self, device: str) -> str:
+        """Return where a device type runs it: cpu, virtual_gpu or cuda."""
+        return "virtual_gpu" if self.triton and device == "cpu" else device
 
     def why_not(self, case: Case, device: str) -> str | None:
         """Return None where the kernel runs the case on the device, else the reason."""
@@ -78,11 +84,13 @@ def register(
     supports: Supports | None = None,
     unavailable: Callable[[], str | None] | None = None,
     contract: Contract | None = None,
+    triton: bool = False,
     note: str = "",
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
-    ``recipes`` is a recipe, the name of one, or a function of (case, device type).  Raises
+    ``recipes`` is a recipe, the name of one, or a function of (case, device type); ``triton`` says
+    that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``).  Raises
     KernelError for an unknown recipe or stage and for a name that is taken by another file.
     """
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
@@ -105,6 +113,7 @@ def register(
             unavailable=unavailable or (lambda: None),
             contract=contract or Contract(),
             source=source,
+            triton=triton,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )
         return run

@@ -95,6 +95,13 @@ def power_of_two_edges(seed: int) -> Tensor:
     return torch.cat([_spread(seed, "pow2", torch.cat([near, wide])), infinite])
 
 
+def infinite_elements(seed: int) -> Tensor:
+    """128 groups with about 16 infinities each among elements near the largest."""
+    x = _spread(seed, "inf", torch.full((128,), 2.0**127))
+    where = keyed.integers(seed, "inf/where", 128, GROUP, below=8) == 0
+    return torch.where(where, x.sign().where(x != 0, torch.ones_like(x)) * torch.inf, x)
+
+
 def nan_elements(seed: int) -> Tensor:
     """512 groups with NaN among ordinary elements, 1100 groups of nothing but NaN."""
     x = _spread(seed, "nan", torch.pow(2.0, (torch.arange(512) % 40 - 20).float()))

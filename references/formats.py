@@ -159,9 +159,14 @@ def pack_ue8m0(codes: Tensor) -> Tensor:
     """
     short = -codes.shape[-1] % 4
     padded = torch.nn.functional.pad(codes, (0, short))
-    return padded.contiguous().view(torch.int32)
+    return row_major(padded).view(torch.int32)
 
 
 def unpack_ue8m0(words: Tensor, groups: int) -> Tensor:
     """Unpack int32 words ``[..., W]`` to the first ``groups`` exponent bytes, uint8."""
-    return words.contiguous().view(torch.uint8)[..., :groups]
+    return row_major(words).view(torch.uint8)[..., :groups]
+
+
+def row_major(x: Tensor) -> Tensor:
+    """Return a row-major copy; ``contiguous`` keeps odd strides where a dimension has size 1."""
+    return x.clone(memory_format=torch.contiguous_format)

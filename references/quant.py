@@ -24,6 +24,7 @@ from moe_parity.references.spec.quant_decisions import (
     Floor,
     NanAmax,
     NanElement,
+    Overflow,
     PowerOfTwo,
     ScaleForm,
     ZeroGroup,
@@ -33,6 +34,9 @@ from moe_parity.references.spec.trace import QuantOutput
 
 AMAX_OVERFLOW = 1.3165537626040637e-36
 """Smallest fp32 whose quotient 448 / amax is finite, bits 0x03e00001."""
+
+ROUNDS_TO_MAX = 464.0
+"""Largest magnitude that rounds to 448: the midpoint to 480, which E4M3 does not have."""
 
 _AMAX_FLOORS = {
     Floor.AMAX_OVERFLOW: AMAX_OVERFLOW,
@@ -99,8 +103,11 @@ def quantize(groups: Tensor, recipe: QuantRecipe, *, ue8m0: bool) -> tuple[Tenso
         zero = raw == 0
         scale = torch.where(zero, one, scale)
         scaled = torch.where(zero[:, None], groups, scaled)
-    code = torch.full_like(scaled, _NAN_CODES[recipe.nan_element], dtype=torch.uint8)
-    return torch.where(torch.isnan(scaled), code, e4m3_encode(scaled)), scale
+    code = e4m3_encode(scaled)
+    if recipe.overflow is Overflow.NAN:
+        code = torch.where(scaled.abs() > ROUNDS_TO_MAX, _NAN_CODES[NanElement.KEEP], code)
+    code = torch.where(torch.isnan(scaled), _NAN_CODES[recipe.nan_element], code)
+    return code.to(torch.uint8), scale
 
 
 def _amax(groups: Tensor, nan_amax: NanAmax) -> Tensor:

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The suites: `pytest suites/`, or `parity check` where the package is installed."""

@@ -42,6 +42,7 @@ def _activations(case: Case, device: str) -> str | None:  # noqa: ARG001
     recipes="ours",
     supports=_activations,
     unavailable=unavailable,
+    triton=True,
 )
 def ours_act_quant(call: Call) -> tuple[Tensor, Tensor]:
     """Our Triton activation quantizer."""
@@ -58,6 +59,7 @@ def ours_act_quant(call: Call) -> tuple[Tensor, Tensor]:
     recipes="ours",
     supports=_weights,
     unavailable=unavailable,
+    triton=True,
 )
 def ours_weight_quant(call: Call) -> tuple[Tensor, Tensor]:
     """Our Triton weight quantizer, 128 x 128 tiles."""

@@ -7,7 +7,6 @@ on a CPU too.  Found on a GPU: torch turns ``amax / 448.0`` into a product with 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -28,8 +27,12 @@ from moe_parity.references.spec import (
     ScaleLayout,
     Stage,
 )
-from moe_parity.references.spec.quant_decisions import ScaleForm
-from moe_parity.references.spec.recipes import DEEPGEMM
+from moe_parity.references.spec.recipes import (
+    DEEPGEMM,
+    DEEPGEMM_CUDA,
+    DEEPGEMM_CUDA_NAN,
+    DEEPGEMM_NAN,
+)
 
 DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm", "tokenspeed-deepgemm")
 MISSING = "DeepGEMM is not installed; install the extra: pip install 'moe-parity[deepgemm]'."
@@ -65,20 +68,25 @@ def helpers() -> ModuleType:
     return module
 
 
-def _on_gpu() -> Recipe:
-    part = dataclasses.replace(DEEPGEMM.of(Stage.ACT_QUANT), scale_form=ScaleForm.MUL_RECIP_448)
-    stages = dict.fromkeys((Stage.ACT_QUANT, Stage.WEIGHT_QUANT), part)
-    source = f"{DEEPGEMM.source}, called on CUDA tensors"
-    return Recipe(name="deepgemm_cuda", source=source, stages=stages)
-
-
-_RECIPES = {"cpu": (DEEPGEMM,), "cuda": (_on_gpu(),)}
+_RECIPES = {
+    ("cpu", True): (DEEPGEMM,),
+    ("cpu", False): (DEEPGEMM_NAN,),
+    ("cuda", True): (DEEPGEMM_CUDA,),
+    ("cuda", False): (DEEPGEMM_CUDA_NAN,),
+}
 # The helpers allocate their own outputs and give no others.
 _CONTRACT = Contract().without(Check.WRITE_SET, Check.REFUSES)
 
 
 def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
-    return _RECIPES[device]
+    return _RECIPES[device, _cast_saturates(device)]
+
+
+@lru_cache(maxsize=2)
+def _cast_saturates(device: str) -> bool:
+    """Whether torch's own cast to E4M3 saturates: it differs between releases."""
+    past = torch.tensor([1e9], device=device).to(torch.float8_e4m3fn)
+    return int(past.view(torch.uint8)) == 0x7E
 
 
 def _per_token(case: Case, device: str) -> str | None:  # noqa: ARG001

@@ -9,17 +9,17 @@ kernel that is launched, with its signature, constexprs and options.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections import Counter
+from functools import cache
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
-
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.probes import probe
 from moe_parity.references.tensor_core import MMA_F16, WGMMA_FP8, Unit
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 TARGET = GPUTarget("cuda", 90, 32)
 """Hopper: compute capability 9.0, warps of 32."""
@@ -28,7 +28,8 @@ _UNITS = (
     (re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3$"), WGMMA_FP8),
     (re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32$"), MMA_F16),
 )
-_CONTRACTIBLE = re.compile(r"\b(?:add|sub|mul|fma)(?:\.ftz)?\.(?:f32|f16|bf16|f16x2|bf16x2)\b")
+_CONSTANT = re.compile(r"0f43E00000|0x43E0|0x5F00")
+"""The constant of the probes, 448, in fp32, BF16 and FP16."""
 
 
 def ptx(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> str:
@@ -44,14 +45,14 @@ def ptx(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> str:
     parsed, signature, constexprs, attrs = kernel._pack_args(
         backend, options, bound, specialization, rest
     )
-    key = (kernel, str(specialization), str(parsed))
+    key = (kernel.cache_key, str(specialization), str(parsed))
     if key not in _PTX:
         source = ASTSource(kernel, signature, constexprs, attrs)
         _PTX[key] = triton.compile(source, target=TARGET, options=parsed.__dict__).asm["ptx"]
     return _PTX[key]
 
 
-_PTX: dict[Any, str] = {}
+_PTX: dict[tuple[str, str, str], str] = {}
 
 
 def dot_unit(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> Unit:
@@ -73,33 +74,38 @@ def dot_unit(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> Unit
     )
 
 
-def contractible(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> list[str]:
-    """Return the instructions of this launch that ptxas may still fuse into an FMA.
+def opcodes(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> dict[str, int]:
+    """Return how often each opcode occurs in the PTX of this launch, for assertions.
 
-    With ``enable_fp_fusion=False`` every product and sum says ``.rn`` and the list is empty: the
-    kernel then has exactly the FMAs it wrote.
+    A kernel without ``tl.fma`` and libdevice calls shows no ``fma`` here if nothing was
+    contracted.
     """
     text = ptx(kernel, *args, num_warps=num_warps, **kwargs)
-    return sorted(set(_CONTRACTIBLE.findall(text)))
+    return dict(Counter(_parse(s)[0].split()[-1] for s in _statements(text)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def instructions(op: str, inputs: tuple[str, ...], output: str) -> str:
     """Return the instructions of ``op`` in order, joined by ``; ``.
 
-    ``inputs`` and ``output`` are Triton type names (``fp32``, ``bf16`` ...).  Loaded operands are
-    ``a``, ``b``, ``c``, other registers ``v0``, ``v1`` ... in order of definition, immediates are
-    kept.
+    ``inputs`` and ``output`` are Triton type names (``fp32``, ``bf16`` ...).  Operands, a probe's
+    constant included, are ``a``, ``b``, ``c``, other registers ``v0``, ``v1`` ... in order of
+    definition; immediates are kept.
     """
     types = (*inputs, *["fp32"] * (3 - len(inputs)), output)
-    signature = {
-        name: f"*{ty}"
-        for name, ty in zip(("x_ptr", "y_ptr", "z_ptr", "out_ptr"), types, strict=True)
-    }
+    names = ("x_ptr", "y_ptr", "z_ptr", "out_ptr")
+    signature = {name: f"*{ty}" for name, ty in zip(names, types, strict=True)}
     source = ASTSource(probe, {**signature, "OP": "constexpr"}, {(4,): op}, {})
     options = {"num_warps": 4, "enable_fp_fusion": False}
     text = triton.compile(source, target=TARGET, options=options).asm["ptx"]
-    return "; ".join(_slice(_statements(text)))
+    loads, constant = _OPERANDS.get(op.split("_")[-1], ("abc", ""))
+    loads, constant = ("b", "a") if op == "fdiv_of_constant" else (loads, constant)
+    found = "; ".join(_slice(_statements(text), loads))
+    return _CONSTANT.sub(constant, found) if constant else found
+
+
+_OPERANDS = {"constant": ("a", "b"), "symmetric": ("a", "c")}
+"""End of a probe's name -> names of its loaded operands, name of its constant one."""
 
 
 def _statements(text: str) -> list[str]:
@@ -114,7 +120,7 @@ _IMMEDIATE = re.compile(r"-?\d+|0[fdx][0-9A-Fa-f]+")
 _REGISTER = re.compile(r"(?<![.\w])(?:%\w+|[a-z]\d*)(?![\w.])")
 
 
-def _slice(statements: list[str]) -> list[str]:
+def _slice(statements: list[str], operands: str) -> list[str]:
     """Return the statements that the stored value depends on, registers renamed."""
     parsed = [_parse(s) for s in statements]
     store = next(p for p in parsed if p[0].startswith("st.global"))
@@ -135,7 +141,7 @@ def _slice(statements: list[str]) -> list[str]:
             kept.add(n)
             if not defined & loads:
                 wanted |= set(_REGISTER.findall(sources))
-    return _rename([parsed[n] for n in sorted(kept)], loads)
+    return _rename([parsed[n] for n in sorted(kept)], loads, operands)
 
 
 def _parse(statement: str) -> tuple[str, str, str]:
@@ -152,15 +158,15 @@ def _parse(statement: str) -> tuple[str, str, str]:
     return opcode, operands[:end], operands[end:].lstrip(", ")
 
 
-def _rename(kept: list[tuple[str, str, str]], loads: set[str]) -> list[str]:
+def _rename(kept: list[tuple[str, str, str]], loads: set[str], operands: str) -> list[str]:
     names: dict[str, str] = {}
-    operands = iter("abc")
+    letters = iter(operands)
     lines = []
     for opcode, target, sources in kept:
         registers = _REGISTER.findall(target)
         if set(registers) & loads:
             if registers[0] not in names:
-                names[registers[0]] = next(operands)
+                names[registers[0]] = next(letters)
             continue
         if opcode.startswith("mov.") and _IMMEDIATE.fullmatch(sources):
             names[target] = sources

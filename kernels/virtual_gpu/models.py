@@ -1,4 +1,4 @@
-"""What a sequence of PTX instructions computes, bit for bit: the table behind every float operation.
+"""What a sequence of PTX instructions computes, bit for bit: behind every float operation.
 
 A key is a sequence as ``lowering.instructions`` returns it, a value a function of numpy arrays in
 storage form (fp32 and FP16 as themselves, BF16 as uint16, E4M3 as uint8).  A sequence that is not
@@ -8,13 +8,14 @@ for NaN (``0x7fffffff``, ``0x7fff``) and for the order of zeros (``max(-0, +0)``
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.references import formats, rounding, special
 
@@ -54,6 +55,11 @@ def f16_to_f32(x: Array) -> Array:
 def e4m3_to_f32(x: Array) -> Array:
     """Decode E4M3 (uint8); exact."""
     return formats.e4m3_decode(tensor(x)).numpy()
+
+
+def widen(x: Array, name: str) -> Array:
+    """Return fp32, BF16 or FP16 in storage form as fp32; ``name`` is Triton's."""
+    return {"bf16": bf16_to_f32, "fp16": f16_to_f32}.get(name, _identity)(x)
 
 
 def f32_to_bf16(x: Array) -> Array:
@@ -104,7 +110,7 @@ def _special(function: Callable[..., torch.Tensor], *arguments: Array) -> Array:
 
 
 def div_by_constant(a: Array, b: Array) -> Array:
-    """a * (1 / b) with ``div.approx``: Triton 3.9's division by a constant."""
+    """Return a * (1 / b) with ``div.approx``: Triton 3.9's division by a constant."""
     reciprocal = _special(special.div_approx, np.ones_like(b), b)
     return canonical(reciprocal * a)
 
@@ -134,7 +140,7 @@ def clamp(propagate: bool, x: Array, low: Array, high: Array) -> Array:
 
 
 def min_xorsign_abs(propagate: bool, x: Array, _low: Array, high: Array) -> Array:
-    """min(\\|x\\|, \\|high\\|) with the sign bits of both combined: a clamp to a symmetric range."""
+    """Return min(|x|, |high|) under both signs combined: a clamp to a symmetric range."""
     x, high = np.broadcast_arrays(x, high)
     sign = (x.view(np.uint32) ^ high.view(np.uint32)) & np.uint32(0x80000000)
     size = extremum(False, propagate, np.abs(x), np.abs(high))
@@ -145,12 +151,13 @@ def min_xorsign_abs(propagate: bool, x: Array, _low: Array, high: Array) -> Arra
 
 
 def _rounded_to_odd(x: Array) -> Array:
-    """Return float64 ``x`` as fp32 such that a later rounding to BF16 is the only one that counts."""
+    """Return float64 ``x`` as fp32 so that a later rounding to BF16 is the only one that counts."""
     near = x.astype(np.float32)
     words = near.view(np.int32).copy()
     inexact = (near != x) & np.isfinite(near)
     words -= inexact & (np.abs(near) > np.abs(x))
-    return (words | inexact).view(np.float32)
+    odd: Array = words | inexact
+    return odd.view(np.float32)
 
 
 def mul_bf16(a: Array, b: Array) -> Array:
@@ -180,7 +187,7 @@ def _sign_word(name: str, mask: int, x: Array) -> Array:
 
 
 def _arithmetic() -> dict[str, Model]:
-    """The operations that exist for fp32, BF16 and FP16."""
+    """List the operations that exist for fp32, BF16 and FP16."""
     table: dict[str, Model] = {
         "add.rn.f32 v0, a, b": lambda a, b: canonical(np.asarray(a + b)),
         "sub.rn.f32 v0, a, b": lambda a, b: canonical(np.asarray(a - b)),
@@ -203,13 +210,14 @@ def _arithmetic() -> dict[str, Model]:
             wide = table[f"{name}.rn.f32 v0, a, b"]
             table[f"{name}.rn.{t} v0, a, b"] = partial(_through_f32, wide, widen, narrow)
         back = f"; cvt.rn.{t}.f32 "
-        for text, function in {
+        divisions: dict[str, Model] = {
             f"cvt.f32.{t} v0, a; cvt.f32.{t} v1, b; div.full.f32 v2, v0, v1{back}v3, v2": divide,
             f"cvt.f32.{t} v0, a; div.full.f32 v1, v0, b{back}v2, v1": divide,
             f"cvt.f32.{t} v0, b; div.full.f32 v1, a, v0{back}v2, v1": divide,
             f"cvt.f32.{t} v0, a; div.approx.f32 v1, 0f3F800000, b; mul.rn.f32 v2, v1, v0"
             f"{back}v3, v2": div_by_constant,
-        }.items():
+        }
+        for text, function in divisions.items():
             table[text] = partial(_through_f32, function, widen, narrow)
     for t, widen, narrow in (("f32", _identity, _identity), *narrow_types):
         for nan in (False, True):
@@ -280,7 +288,24 @@ MODELS: dict[str, Model] = {**_arithmetic(), **_fp32_only(), **_casts()}
 """Sequence of instructions -> what it computes."""
 
 FROM_F32: dict[str, type[np.integer[Any]]] = {
-    "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
-    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
 }  # fmt: skip
-"""Integer type name -> numpy type, for ``cvt.rzi``."""
+"""Integer type, as signatures spell it -> numpy type, for ``cvt.rzi``."""
+
+_LONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "eaf5cfb8ead4a3b8": special.libdevice_log2,  # __nv_log2f, Triton 3.6 and 3.7
+    "2f18023be912d128": special.libdevice_log2,  # the same with its last constant as an integer
+    "6c5ef60adaa1bd19": special.libdevice_exp,  # __nv_expf, Triton 3.6 to 3.9
+}
+"""sha256 of a long sequence -> the reference that was written from it."""
+
+
+def find(text: str, output: str) -> Model | None:
+    """Return the model of a sequence whose result has type ``output``, or None."""
+    if text in MODELS:
+        return MODELS[text]
+    if re.fullmatch(r"cvt\.rzi\.[su](16|32|64)\.f32 v0, a", text) and output in FROM_F32:
+        return partial(f32_to_integer, FROM_F32[output])
+    reference = _LONG.get(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return None if reference is None else partial(_special, reference)

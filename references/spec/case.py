@@ -48,12 +48,17 @@ class InputDtype(_Word):
 
 
 class Values(_Word):
-    """What the elements look like; ``aimed`` means the aimed inputs of every decision."""
+    """What the elements look like."""
 
     NORMAL = "normal"
     WIDE = "wide"
+    """Another power of two for every row and 64 columns."""
     AIMED = "aimed"
+    """The aimed inputs of every decision."""
     SPECIAL = "special"
+    """NaN, infinities, subnormals and zeros of both signs among normal values."""
+    EVERY_BF16 = "everybf16"
+    """All 2^16 BF16 values in order: a group is one sign and exponent, all mantissas."""
 
 
 class Hazard(_Word):
@@ -114,7 +119,9 @@ class Case:
         if self.group != _DEFAULTS["group"]:
             words.append(f"g{self.group}")
         sizes = {name: getattr(self, name) for name in ("m", "e", "k", "h", "i")}
-        shown = {n: v for n, v in sizes.items() if n in "mh" or v != _DEFAULTS[n]}
+        # A weight's case says i and h; one token is said where i is not.
+        always = "h" if self.i != _DEFAULTS["i"] else "mh"
+        shown = {n: v for n, v in sizes.items() if n in always or v != _DEFAULTS[n]}
         return "-".join(words + [f"{name}{value}" for name, value in shown.items()])
 
 

@@ -53,6 +53,8 @@ class Decision:
     aim: AimedInputs
     formats: tuple[str, ...] = ("fp32", "ue8m0")
     """The scale formats in which the choice exists at all."""
+    exists: Callable[[Any], bool] = lambda recipe: True  # noqa: ARG005, E731
+    """Whether the choice exists beside the recipe's other options."""
 
     def others(self, chosen: Option) -> Iterator[Option]:
         """Yield the options that are not ``chosen``."""
@@ -80,6 +82,8 @@ def decisions(recipe: Any) -> dict[str, Decision]:
 def neighbours(recipe: RecipeT) -> Iterator[tuple[Decision, Option, RecipeT]]:
     """Yield every recipe with exactly one decision changed: (decision, new option, recipe)."""
     for field, decision in decisions(recipe).items():
+        if not decision.exists(recipe):
+            continue
         for option in decision.others(getattr(recipe, field)):
             changed: Any = dataclasses.replace(recipe, **{field: option})  # type: ignore[type-var]
             yield decision, option, changed

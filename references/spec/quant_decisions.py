@@ -110,6 +110,13 @@ class NanElement(Option):
     HIGH = "high", "+448: min(q, 448) comes first", "vLLM silu_and_mul_per_block_quant"
 
 
+class Overflow(Option):
+    """The code of an element past 464, the end of rounding to 448."""
+
+    SATURATE = "saturate", "+-448", "cvt.rn.satfinite, torch 2.13 and later"
+    NAN = "nan", "E4M3 NaN", "torch 2.11's cast to float8_e4m3fn"
+
+
 class NanAmax(Option):
     """What a NaN does to its group's amax."""
 
@@ -158,6 +165,15 @@ NAN_ELEMENT = Decision(
     question="Which code does a NaN element get?",
     options=NanElement,
     aim=aims.nan_elements,
+)
+OVERFLOW = Decision(
+    name="quant.overflow",
+    question="Which code does an element past the end of E4M3 get?",
+    options=Overflow,
+    aim=aims.infinite_elements,
+    formats=("ue8m0",),
+    # A group's scale covers its elements unless the exponent is clamped below Inf or cut.
+    exists=lambda recipe: recipe.power_of_two in (PowerOfTwo.BIT_CEIL_CLAMPED, PowerOfTwo.TRUNCATE),
 )
 NAN_AMAX = Decision(
     name="quant.nan_amax",

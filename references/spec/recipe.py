@@ -22,6 +22,7 @@ class QuantRecipe:
     apply: q.Apply = decided(q.APPLY, q.Apply.DIVIDE)
     power_of_two: q.PowerOfTwo = decided(q.POWER_OF_TWO, q.PowerOfTwo.BIT_CEIL)
     nan_element: q.NanElement = decided(q.NAN_ELEMENT, q.NanElement.KEEP)
+    overflow: q.Overflow = decided(q.OVERFLOW, q.Overflow.SATURATE)
     nan_amax: q.NanAmax = decided(q.NAN_AMAX, q.NanAmax.IGNORE)
 
     def __post_init__(self) -> None:

@@ -6,11 +6,14 @@ kernel, and on what, is in docs/measurements.
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_parity.references.spec.quant_decisions import (
     Apply,
     Floor,
     NanAmax,
     NanElement,
+    Overflow,
     PowerOfTwo,
     ScaleForm,
     ZeroGroup,
@@ -56,6 +59,25 @@ DEEPGEMM = _quantizer(
         power_of_two=PowerOfTwo.BIT_CEIL_CLAMPED,
         nan_amax=NanAmax.PROPAGATE,
     ),
+    weights=True,
+)
+_CASTS = DEEPGEMM.of(Stage.ACT_QUANT)
+DEEPGEMM_CUDA = _quantizer(
+    "deepgemm_cuda",
+    "the same helpers on CUDA tensors, where torch turns amax / 448.0 into a product",
+    dataclasses.replace(_CASTS, scale_form=ScaleForm.MUL_RECIP_448),
+    weights=True,
+)
+DEEPGEMM_NAN = _quantizer(
+    "deepgemm_nan",
+    "the same helpers on CPU tensors under a torch whose E4M3 cast does not saturate (2.11)",
+    dataclasses.replace(_CASTS, overflow=Overflow.NAN),
+    weights=True,
+)
+DEEPGEMM_CUDA_NAN = _quantizer(
+    "deepgemm_cuda_nan",
+    "the same helpers on CUDA tensors under a torch whose E4M3 cast does not saturate (2.11)",
+    dataclasses.replace(_CASTS, scale_form=ScaleForm.MUL_RECIP_448, overflow=Overflow.NAN),
     weights=True,
 )
 VLLM_CUDA = _quantizer(

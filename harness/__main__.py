@@ -1,0 +1,7 @@
+"""`python -m moe_parity.harness` is the command `parity`."""
+
+import sys
+
+from moe_parity.harness.cli import main
+
+sys.exit(main())

@@ -1,0 +1,34 @@
+"""`parity repro`: one kernel, one case, every check, printed."""
+
+from __future__ import annotations
+
+from moe_parity.harness import environment
+from moe_parity.harness.checks.quant import check_quant
+from moe_parity.harness.errors import ParityError
+from moe_parity.kernels import KernelError, find
+from moe_parity.references.spec import parse_id
+
+
+def run(case_id: str, seed: int, device: str | None = None) -> int:
+    """Run the checks of ``<kernel>-<case id>`` and print a line for each; return 0 or 1.
+
+    Raises ParityError for an id that is not understood, an unknown kernel, or a case that the
+    kernel does not take here.
+    """
+    try:
+        name, case = parse_id(case_id, seed)
+        kernel = find(name)
+    except (ValueError, KernelError) as error:
+        raise ParityError(str(error)) from None
+    device = device or ("cuda" if environment.gpu() else "cpu")
+    reason = kernel.why_not(case, device)
+    if reason:
+        raise ParityError(f"{kernel.name} does not take {case.id} here: {reason}")
+    red = 0
+    for verdict in check_quant(kernel, case, device, power=True):
+        red += verdict.verdict == "fail"
+        detail = verdict.message or verdict.reason or f"{verdict.compared} outputs compared"
+        if verdict.could_show:
+            detail += f", {verdict.could_show} could have been red"
+        print(f"{verdict.verdict:4}  {verdict.check:10}  {detail}")
+    return 1 if red else 0

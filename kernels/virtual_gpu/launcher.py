@@ -1,0 +1,171 @@
+"""``launch``: run a ``@triton.jit`` kernel over its grid on CPU tensors, as an H200 would."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from moe_parity.kernels.virtual_gpu import language, lowering
+from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
+from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.memory import Memory, Region
+from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
+from moe_parity.references.tensor_core import Unit
+from triton.runtime.jit import JITFunction, mangle_type
+
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchReport:
+    """What one launch did."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    programs: int
+    bytes_loaded: int
+    """Unmasked lanes times element size; an atomic counts on both sides."""
+    bytes_stored: int
+    dot_unit: Unit | None
+    """The tensor-core unit of the kernel's dots, or None if it ran none."""
+    operations: tuple[str, ...]
+    """Float operations used, each with the PTX it stands for, sorted."""
+
+
+def launch(
+    kernel: Any,
+    grid: Grid,
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int | None = None,
+    order_seed: int | None = None,
+    **kwargs: Any,
+) -> LaunchReport:
+    """Interpret ``kernel`` over ``grid``; tensors are CPU tensors and are written in place.
+
+    ``args`` and ``kwargs`` are the kernel's arguments and the compiler's options, as in
+    ``kernel[grid](...)``; the result is what ``enable_fp_fusion=False`` gives on an H200.
+    Programs run in ascending order (axis 0 fastest), or in one drawn from ``order_seed``, which
+    also shuffles the lanes of atomics: a kernel without races gives the same bits either way.
+
+    Raises UnmodelledOperation, OutOfBounds, AssertionError for a failed device_assert, and
+    TypeError or ValueError for arguments a launch would refuse.
+    """
+    _check(kernel, args, kwargs)
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name not in kernel.arg_names}
+    options |= {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+    bound = kernel.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    shape = _shape(grid, bound.arguments)
+    regions: list[Region] = []
+    builder = VirtualBuilder(
+        Memory(regions),
+        num_warps=num_warps,
+        read_unit=lambda: lowering.dot_unit(kernel, *args, **kwargs, **options),
+        compiling=language.compiling,
+        lanes=None if order_seed is None else np.random.default_rng(order_seed),
+    )
+    builder.grid = shape
+    values = {p.name: _argument(p, bound.arguments[p.name], regions) for p in kernel.params}
+    _run(kernel, builder, values, order_seed)
+    return LaunchReport(
+        kernel=kernel.__name__,
+        grid=shape,
+        programs=shape[0] * shape[1] * shape[2],
+        bytes_loaded=builder.memory.bytes_loaded,
+        bytes_stored=builder.memory.bytes_stored,
+        dot_unit=builder.unit,
+        operations=tuple(sorted(f"{name}: {text}" for name, text in builder.used.items())),
+    )
+
+
+def _check(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(
+            f"launch takes a @triton.jit function, got {type(kernel).__name__}: pass the function "
+            "under an autotuner or heuristics (its .fn) with the chosen constexprs, and unset "
+            "TRITON_INTERPRET, which replaces @triton.jit."
+        )
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            raise ValueError(
+                f"launch of {kernel.__name__} got a tensor on {value.device}; the virtual GPU "
+                "takes CPU tensors only (dispatch sends CUDA tensors to the real one)."
+            )
+    if kwargs.get("enable_fp_fusion"):
+        raise UnmodelledOperation(
+            f"{kernel.__name__} is launched with enable_fp_fusion=True, and which products and "
+            "sums ptxas then fuses is not modelled: launch with False and write tl.fma."
+        )
+
+
+def _shape(grid: Grid, arguments: dict[str, Any]) -> tuple[int, int, int]:
+    sizes = tuple(int(n) for n in (grid(arguments) if callable(grid) else grid))
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 0:
+        raise ValueError(f"a grid is one to three sizes of at least 0, got {sizes}.")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _argument(parameter: Any, value: Any, regions: list[Region]) -> Any:
+    """Return an argument as the kernel's body sees it; tensors are added to ``regions``."""
+    value = value.value if isinstance(value, tl.constexpr) else value
+    if parameter.is_constexpr or value is None:
+        return value
+    return _runtime(parameter.name, parameter.annotation_type or "", value, regions)
+
+
+def _runtime(name: str, annotated: str, value: Any, regions: list[Region]) -> Any:
+    if isinstance(value, tuple):
+        parts = [_runtime(f"{name}[{n}]", "", v, regions) for n, v in enumerate(value)]
+        return tl.core.tuple(parts)
+    if isinstance(value, torch.Tensor):
+        region = Region(name, value)
+        regions.append(region)
+        ty = tl.str_to_ty(mangle_type(value), None)
+        address = np.array([value.data_ptr()], np.uint64)
+        return tl.tensor(Value(address, ty, region=region), ty)
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(
+            f"argument {name} is a {type(value).__name__}; the virtual GPU takes tensors, numbers, "
+            "None, tuples of those, and anything as a constexpr."
+        )
+    ty = tl.str_to_ty(annotated or mangle_type(value), None)
+    return tl.tensor(Value(np.array([value]).astype(numpy_type(ty)), ty), ty)
+
+
+def _programs(shape: tuple[int, int, int], seed: int | None) -> Iterator[tuple[int, int, int]]:
+    x, y, z = shape
+    if seed is None:
+        yield from ((i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x)))
+        return
+    for n in np.random.default_rng(seed).permutation(x * y * z).tolist():
+        yield n % x, n // x % y, n // (x * y)
+
+
+def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], seed: int | None) -> None:
+    try:
+        with language.active(builder):
+            body = language.function(kernel)
+            for program in _programs(builder.grid, seed):
+                builder.program = program
+                body(**values)
+    except (UnmodelledOperation, OutOfBounds, AssertionError) as error:
+        raise type(error)(f"{_place(kernel, builder, error)}: {error}") from None
+    except Exception as error:
+        error.add_note(f"{_place(kernel, builder, error)}, on the virtual GPU.")
+        raise
+
+
+def _place(kernel: Any, builder: VirtualBuilder, error: BaseException) -> str:
+    """Name the kernel, the program and the innermost line of kernel source."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = next((f for f in frames if f.name == kernel.__name__), None)
+    line = f" (line {here.lineno} of {here.filename.rsplit('/', 1)[-1]})" if here else ""
+    return f"{kernel.__name__}{line}, program {builder.program}"

@@ -1,0 +1,99 @@
+"""``dispatch``: the way our kernels are launched, on a GPU or here; and the tape of launches.
+
+A tape is what a CUDA graph is on the GPU: the launches with their host scalars as they were, to be
+run again on whatever the same tensors then hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from moe_parity.kernels.virtual_gpu.launcher import Grid, LaunchReport, launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One recorded launch; tensors by reference, everything else as it was."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> LaunchReport | None:
+        """Launch; return the report of a virtual launch, None after a real one."""
+        if _on_gpu(self.args) or _on_gpu(tuple(self.options.values())):
+            self.kernel[self.grid](*self.args, **{"enable_fp_fusion": False, **self.options})
+            return None
+        return launch(self.kernel, self.grid, *self.args, order_seed=_seed(), **self.options)
+
+
+@dataclass
+class Tape:
+    """The launches made inside ``record()``, in order, with their reports."""
+
+    launches: list[Launch] = field(default_factory=list)
+    reports: list[LaunchReport | None] = field(default_factory=list)
+
+    def replay(self) -> list[LaunchReport | None]:
+        """Run the launches again: the same host scalars and grids, the same tensors."""
+        return [item.run() for item in self.launches]
+
+
+_tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
+_order: ContextVar[Iterator[int] | None] = ContextVar("order", default=None)
+
+
+def dispatch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> LaunchReport | None:
+    """Launch ``kernel``: CUDA tensors on their GPU, CPU tensors on the virtual one.
+
+    ``options`` are keyword arguments of the kernel and of the compiler; contraction into FMAs is
+    off on both sides.  The launch is recorded on every open tape.
+    """
+    if callable(grid):
+        bound = kernel.signature.bind_partial(
+            *args, **{name: v for name, v in options.items() if name in kernel.arg_names}
+        )
+        bound.apply_defaults()
+        grid = grid(bound.arguments)
+    item = Launch(kernel=kernel, grid=tuple(grid), args=args, options=dict(options))
+    report = item.run()
+    for tape in _tapes.get():
+        tape.launches.append(item)
+        tape.reports.append(report)
+    return report
+
+
+@contextmanager
+def record() -> Iterator[Tape]:
+    """Record the launches made through ``dispatch``; tapes may be nested."""
+    tape = Tape()
+    token = _tapes.set((*_tapes.get(), tape))
+    try:
+        yield tape
+    finally:
+        _tapes.reset(token)
+
+
+@contextmanager
+def shuffled(seed: int) -> Iterator[None]:
+    """Run the programs of every launch on the virtual GPU in an order drawn from ``seed``."""
+    token = _order.set(iter(range(seed << 16, (seed + 1) << 16)))
+    try:
+        yield
+    finally:
+        _order.reset(token)
+
+
+def _seed() -> int | None:
+    order = _order.get()
+    return None if order is None else next(order)
+
+
+def _on_gpu(values: tuple[Any, ...]) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.is_cuda for v in values)

@@ -1,0 +1,151 @@
+"""summary.md: the report for a pull request; GitHub's Markdown, at most 60 KiB.
+
+A comment may hold 64 KiB. What does not fit is cut row by row, and the summary says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moe_parity.harness.records import Run, judge
+from moe_parity.reports import tables
+
+LIMIT = 60 << 10
+"""Bytes of a summary, at most."""
+
+_MARK = {"pass": "✓ Passed", "fail": "✗ Failed", "incomplete": "! Incomplete"}
+_FAILURES = 20
+
+
+def _cell(text: str) -> str:
+    """Return text that stays within its cell and is not Markdown or HTML."""
+    flat = " ".join(text.split())
+    for special in "\\`*_<>|[]":
+        flat = flat.replace(special, f"\\{special}")
+    return flat[:300]
+
+
+def _code(text: str) -> str:
+    """Return text as a code span, whatever backquotes it holds."""
+    flat = " ".join(text.split())
+    fence = "`" * (max((len(run) for run in _runs(flat)), default=0) + 1)
+    pad = " " if "`" in flat else ""
+    return f"{fence}{pad}{flat}{pad}{fence}"
+
+
+def _runs(text: str) -> list[str]:
+    return [run for run in "".join(c if c == "`" else " " for c in text).split() if run]
+
+
+def _table(headings: Sequence[str], numbers: int, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose last `numbers` columns are right-aligned."""
+    rule = [":--"] * (len(headings) - numbers) + ["--:"] * numbers
+    lines = [f"| {' | '.join(headings)} |", f"|{'|'.join(rule)}|"]
+    return lines + [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows]
+
+
+def _head(run: Run) -> list[str]:
+    verdict = judge(run)
+    info = run.info
+    commit = (info.commit or "")[:12] + (" (dirty)" if info.dirty else "")
+    device = info.environment.get("gpu") or f"{info.device} (virtual GPU)"
+    versions = [f"{n} {info.environment[n]}" for n in ("torch", "triton") if n in info.environment]
+    seed = "no seed" if info.seed is None else f"seed {info.seed}"
+    facts = [device, *versions, f"profile {info.profile}", seed]
+    return [
+        f"### {_MARK[verdict.status]}: {verdict.sentence}",
+        "",
+        _cell(" · ".join(([f"commit {commit}"] if commit else []) + facts)),
+        "",
+    ]
+
+
+def _failures(run: Run) -> list[str]:
+    bad = tables.failures(run)
+    if not bad:
+        return []
+    lines = [f"#### What did not pass ({len(bad):,})", ""]
+    for record in bad[:_FAILURES]:
+        lines.append(f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  ")
+        lines.append(f"  {_cell(record.message or 'no message')}")
+        if record.decision:
+            lines.append(f"  Diverging decision: {_code(record.decision)}")
+        if record.repro:
+            lines.append(f"  Reproduce: {_code(record.repro)}")
+    if len(bad) > _FAILURES:
+        lines.append(f"- and {len(bad) - _FAILURES:,} more, in report.html")
+    return [*lines, ""]
+
+
+def _stages(run: Run) -> list[str]:
+    frame = tables.by_stage(run)
+    if frame.empty:
+        return []
+    numbers = ["checks", "compared", "differing", "code_flips", "max_ulp", "could_show"]
+    numbers = tables.used(frame, numbers)
+    rows = [
+        [tables.SYMBOL[row["verdict"]], row["kernel"], row["stage"]]
+        + [tables.show(row[name]) for name in numbers]
+        for _, row in frame.iterrows()
+    ]
+    headings = ["", "kernel", "stage", *(name.replace("_", " ") for name in numbers)]
+    return ["#### By kernel and stage", "", *_table(headings, len(numbers), rows), ""]
+
+
+def _coverage(run: Run) -> list[str]:
+    matrix = tables.coverage(run)
+    if not matrix.rows:
+        return []
+    rows = [[*form, *(cell.text for cell in cells)] for form, cells in matrix.rows]
+    headings = ["scale", "layout", "dtype", *(_cell(kernel) for kernel in matrix.kernels)]
+    table = _table(headings, len(matrix.kernels), rows)
+    return ["#### Coverage: kernel by format", "", *table, ""]
+
+
+def _not_tested(run: Run) -> list[str]:
+    reasons = tables.not_tested(run)
+    if not reasons:
+        return []
+    rows = [[reason, f"{len(names):,}"] for reason, names in reasons]
+    return ["#### Not tested", "", *_table(["why", "number"], 1, rows), ""]
+
+
+def _tolerances(run: Run) -> list[str]:
+    frame = tables.tolerances(run)
+    if frame.empty:
+        return []
+    frame = tables.worst_first(frame)
+    texts = tables.used(frame, (*tables.TEXTS, "check", "bound"))
+    numbers = tables.used(frame, ("compared", "differing", "max_ulp", "could_show"))
+    rows = [
+        [tables.SYMBOL[row["verdict"]], *(tables.show(row[name]) for name in (*texts, *numbers))]
+        for _, row in frame.iterrows()
+    ]
+    headings = ["", *(name.replace("_", " ") for name in (*texts, *numbers))]
+    return _table(headings, len(numbers), rows)
+
+
+def render(run: Run) -> str:
+    """Return the summary; the table of tolerances, last, takes the room that is left."""
+    lines = _head(run) + _failures(run) + _stages(run) + _coverage(run) + _not_tested(run)
+    text = _fit(lines, LIMIT - 2000)
+    table = _tolerances(run)
+    if table:
+        room = LIMIT - len(text.encode()) - 300
+        body = _fit(table, room)
+        text += f"<details><summary>Tolerances</summary>\n\n{body}\n</details>\n"
+    return text
+
+
+def _fit(lines: list[str], room: int) -> str:
+    """Return as many lines as fit into `room` bytes, and a sentence where some do not."""
+    taken = 0
+    for line in lines:
+        room -= len(line.encode()) + 1
+        if room < 0:
+            break
+        taken += 1
+    text = "".join(f"{line}\n" for line in lines[:taken])
+    if taken < len(lines):
+        text += f"\n{len(lines) - taken:,} more lines were cut; report.html has them.\n"
+    return text

@@ -1,0 +1,437 @@
+"""The pytest plugin, seen from outside: each test runs pytest in a process of its own.
+
+What a green run could hide is planted here: a lost worker, a test without a record, a check that
+failed in a test that passed, a run in which nothing ran.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from moe_parity.harness import environment
+from moe_parity.harness.recorder import Recorder, item_name
+from moe_parity.harness.results import Run, read
+
+OURS = ("MOE_PARITY_", "PYTEST_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CI", "GITHUB_")
+
+
+def clean(**extra: str) -> dict[str, str]:
+    """Return an environment without our variables, without CI and without a GPU."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def command(folder: Path, *args: str) -> list[str]:
+    options = [f"--config-file={os.devnull}", f"--rootdir={folder}", "-pno:cacheprovider"]
+    plugin = "-pmoe_parity.harness.plugin"
+    strict = ["-Werror", "--import-mode=importlib", "--strict-markers"]
+    return [sys.executable, "-m", "pytest", *options, plugin, *strict, *args]
+
+
+class Suite:
+    """A folder with one test module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, text: str, name: str = "test_it.py") -> None:
+        """Write a module whose imports are there already."""
+        head = "import os, signal, time, pytest\nfrom hypothesis import given, strategies as st\n"
+        (self.folder / name).write_text(head + textwrap.dedent(text))
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run it; pytest must neither break nor show one of our tracebacks."""
+        done = subprocess.run(
+            command(self.folder, *args),
+            cwd=self.folder,
+            env=clean(**variables),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout
+        return done
+
+    def results(self, name: str = "out") -> Run:
+        """Read what it wrote."""
+        return read(self.folder / name / "results.jsonl")
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path)
+
+
+MIXED = """
+@pytest.mark.parametrize("scale", [
+    pytest.param(s, id=f"mine-{s}", marks=pytest.mark.moe(kernel="mine", scale=s, clamp=7.0))
+    for s in ("fp32", "ue8m0")
+])
+@given(m=st.integers(0, 4096))
+def test_bits(parity_recorder, scale, m):
+    bad = scale == "ue8m0" and m > 99
+    fields = dict(check="exact", compared=10, differing=int(bad), shape=f"m{m}", max_ulp=m)
+    parity_recorder.add(fields | dict(verdict="pass" if not bad else "fail",
+                                      message=f"differs at {m}" if bad else ""))
+    parity_recorder.add(dict(check="finite", verdict="pass", compared=10))
+    assert not bad, f"differs at {m}"
+
+def test_plain(): pass
+def test_skipped(): pytest.skip("needs a CUDA GPU")
+def test_broken(): raise ValueError("broken\\nat length")
+@pytest.mark.xfail(reason="issue 3", strict=True)
+def test_known(): assert False
+@pytest.fixture
+def bad(): raise OSError("no setup")
+def test_setup(bad): pass
+"""
+
+
+def test_every_test_leaves_a_record(suite):
+    """One record for each test, with its reason or message, besides those of its checks."""
+    suite.write(MIXED)
+    done = suite.run("--parity-out=out", "--parity-seed=3", "--junitxml=j.xml")
+    assert done.returncode == 1
+    run = suite.results()
+    own = {r.id.split(":")[0] + r.scale: r for r in run.tests}
+    assert {name: r.verdict for name, r in own.items()} == {
+        "test_bitsfp32": "pass",
+        "test_bitsue8m0": "fail",
+        "test_plain": "pass",
+        "test_skipped": "skip",
+        "test_broken": "error",
+        "test_known": "skip",
+        "test_setup": "error",
+    }
+    assert own["test_skipped"].reason == "needs a CUDA GPU"
+    assert own["test_known"].reason == "expected failure: issue 3"
+    assert own["test_broken"].message == "ValueError: broken"
+    assert own["test_setup"].message == "OSError: no setup"
+    assert (run.end.collected, run.end.ran, run.end.exitstatus) == (7, 5, 1)
+    assert (run.info.seed, run.info.profile, run.info.device) == (3, "dev", "cpu")
+    assert not (suite.folder / "out" / "parts").exists()
+    assert 'name="parity.exact" value="pass' in (suite.folder / "j.xml").read_text()
+
+
+def test_examples_of_one_check_are_one_record(suite):
+    """Outputs add up, and of the failing examples the last one speaks: the minimal one."""
+    suite.write(MIXED)
+    suite.run("--parity-out=out", "-k", "bits")
+    checks = {(r.scale, r.check): r for r in suite.results().checks}
+    good, bad = checks["fp32", "exact"], checks["ue8m0", "exact"]
+    assert good.examples == 20
+    assert good.compared == 200
+    assert (good.kernel, good.clamp, good.shape) == ("mine", "7", "drawn")
+    assert (bad.verdict, bad.message, bad.shape) == ("fail", "differs at 100", "m100")
+    assert bad.differing > 1
+    assert bad.compared == 10 * bad.examples
+    assert bad.repro == "pytest 'test_it.py::test_bits[mine-ue8m0]'"
+    assert checks["ue8m0", "finite"].verdict == "pass"
+
+
+def test_workers_lose_nothing(suite):
+    """Two workers leave the same records as none, in the same order."""
+    suite.write(MIXED + "@pytest.mark.parametrize('i', range(99))\ndef test_many(i): pass\n")
+    seeded = "--parity-seed=1"
+    suite.run("--parity-out=serial", seeded, "-q")
+    suite.run("--parity-out=spread", seeded, "-q", "-n2", "--dist=worksteal")
+    serial, spread = suite.results("serial"), suite.results("spread")
+    assert [(r.id, r.verdict, r.message, r.compared) for r in serial.records] == [
+        (r.id, r.verdict, r.message, r.compared) for r in spread.records
+    ]
+    assert serial.end.collected == spread.end.collected == 106
+
+
+def test_a_crashed_worker_is_recorded(suite):
+    """The test that took its worker down is an error; those before and after it are kept."""
+    suite.write("""
+        @pytest.mark.parametrize("i", range(8))
+        def test_it(i):
+            if i == 3: os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    done = suite.run("--parity-out=out", "-n1")
+    assert done.returncode == 1
+    run = suite.results()
+    assert [r.verdict for r in run.records] == ["pass"] * 3 + ["error"] + ["pass"] * 4
+    assert "crashed while running" in run.records[3].message
+    assert run.end.collected == 8
+
+
+@pytest.mark.parametrize("workers", ["n0", "n1"])
+def test_nothing_ran_is_a_failure(suite, workers):
+    """Neither an empty selection nor a run of skips is green."""
+    suite.write("def test_it(): pytest.skip('not today')")
+    done = suite.run("--parity-out=out", f"-{workers}")
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "nothing ran: 1 test chosen, all skipped" in done.stdout
+    done = suite.run("-k", "nosuch", f"-{workers}")
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "nothing ran: no test chosen" in done.stdout
+
+
+def test_a_failed_check_fails_the_run_even_if_its_test_passes(suite):
+    """Green is not believed against a record."""
+    suite.write("""
+        def test_it(parity_recorder):
+            parity_recorder.add(dict(check="exact", verdict="fail", message="3 differ"))
+    """)
+    done = suite.run("--parity-out=out")
+    assert done.returncode == 1
+    own = suite.results().tests[0]
+    assert own.verdict == "fail"
+    assert own.message == "the test passed although a check failed: 3 differ"
+
+
+def test_a_test_without_a_record_fails_the_run(suite):
+    """A record that got lost on its way is noticed."""
+    suite.write("def test_a(): pass\ndef test_b(): pass")
+    suite.write(
+        """
+        from moe_parity.harness.recorder import Recorder
+        finish = Recorder.finish
+        def lose(self):
+            if "test_b" not in self.item.nodeid:
+                finish(self)
+        Recorder.finish = lose
+        """,
+        "conftest.py",
+    )
+    done = suite.run("--parity-out=out")
+    assert done.returncode == 1
+    assert "1 of 2 collected tests left no record, the first is test_it.py::test_b" in done.stdout
+
+
+def test_two_tests_of_one_name_are_refused(suite):
+    """Records are found by id, so an id belongs to one test."""
+    suite.write("def test_same(): pass", "test_a.py")
+    suite.write("def test_same(): pass", "test_b.py")
+    done = suite.run()
+    assert done.returncode == 1
+    assert "several tests are called test_same:" in done.stdout
+
+
+def test_a_file_that_cannot_be_collected_is_recorded(suite):
+    """A suite that does not import is an error with its reason, not a shorter run."""
+    suite.write("def test_a(): pass", "test_a.py")
+    suite.write("import nosuchmodule", "test_b.py")
+    done = suite.run("--parity-out=out", "--continue-on-collection-errors")
+    assert done.returncode == 1
+    bad = [r for r in suite.results().records if r.verdict == "error"]
+    assert [r.nodeid for r in bad] == ["test_b.py"]
+    assert "No module named 'nosuchmodule'" in bad[0].message
+
+
+def test_an_interrupt_keeps_what_has_finished(suite):
+    """Ctrl-C: the finished tests are in the file, the one it hit is not."""
+    suite.write("""
+        def test_a(): pass
+        def test_b(): raise KeyboardInterrupt
+        def test_c(): pass
+    """)
+    done = suite.run("--parity-out=out")
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    run = suite.results()
+    assert [r.id for r in run.records] == ["test_a::test"]
+    assert (run.end.collected, run.end.exitstatus) == (3, 2)
+
+
+def test_a_killed_run_leaves_readable_parts(suite):
+    """SIGKILL: no file is complete, and none of the finished tests is lost."""
+    suite.write("""
+        def test_a(): pass
+        def test_b(): time.sleep(60)
+    """)
+    with subprocess.Popen(
+        command(suite.folder, "--parity-out=out"),
+        cwd=suite.folder,
+        env=clean(),
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        part = suite.folder / "out" / "parts" / "results-main.jsonl"
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not (
+            part.exists() and part.read_bytes().count(b"\n") == 2
+        ):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert [r.id for r in read(part, partial=True).records] == ["test_a::test"]
+    assert not (suite.folder / "out" / "results.jsonl").exists()
+
+
+def test_the_header_says_what_this_run_is(suite):
+    """Device, versions, profile, seed and our variables; a misspelt one gets a hint."""
+    suite.write(
+        "def test_it(parity_seed, parity_device): assert (parity_seed, parity_device) == "
+        "(11, 'cpu')"
+    )
+    done = suite.run(MOE_PARITY_SEDE="5", MOE_PARITY_SEED="11", MOE_PARITY_DEVICE="cpu")
+    assert done.returncode == 0
+    line = next(line for line in done.stdout.splitlines() if line.startswith("moe-parity: cpu"))
+    for word in ("virtual GPU", "profile dev", "seed 11", "python ", "torch ", "triton ", "numpy "):
+        assert word in line
+    assert "moe-parity: MOE_PARITY_SEDE=5" in done.stdout
+    assert "MOE_PARITY_SEDE is unknown" in done.stdout
+    assert "did you mean MOE_PARITY_SEED?" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "args", "profile"),
+    [
+        pytest.param({}, (), "dev 20 False", id="default"),
+        pytest.param({"CI": "true"}, (), "ci 20 True", id="in-ci"),
+        pytest.param({"MOE_PARITY_PROFILE": "nightly"}, (), "nightly 500 False", id="variable"),
+        pytest.param({"CI": "1"}, ("--hypothesis-profile=fuzz",), "fuzz 10000 False", id="option"),
+    ],
+)
+def test_profiles_are_ours(suite, variables, args, profile):
+    """Also where CI is set, which makes hypothesis load a profile of its own."""
+    suite.write(f"""
+        from hypothesis import settings
+        def test_it():
+            s = settings()
+            name = settings.get_current_profile_name()
+            assert f"{{name}} {{s.max_examples}} {{s.derandomize}}" == {profile!r}
+            assert s.deadline is None
+    """)
+    assert suite.run(*args, **variables).returncode == 0
+
+
+BAD_OPTIONS = {
+    "device": (["--parity-device=gpu"], "the device is 'gpu', expected cpu, cuda or auto."),
+    "no-gpu": (["--parity-device=cuda"], "torch finds no CUDA GPU here"),
+    "required": (["--parity-require-gpu"], "a GPU is required, but torch finds no CUDA GPU"),
+    "both": (["--parity-require-gpu", "--parity-device=cpu"], "ask for one of the two"),
+    "seed": (["--parity-seed=x"], "the seed is 'x', expected a whole number."),
+    "report": (["--parity-report"], "--parity-report needs --parity-out=DIR"),
+    "out": (["--parity-out=test_it.py/out"], "cannot write results to"),
+    "profile": (["-pno:nothing"], "unknown profile 'nigthly'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_a_bad_option_is_one_sentence(suite, name):
+    """Nothing has run by then, and no traceback is shown."""
+    args, phrase = BAD_OPTIONS[name]
+    suite.write("def test_it(): open('ran', 'w')")
+    variables = {"MOE_PARITY_PROFILE": "nigthly"} if name == "profile" else {}
+    done = suite.run(*args, **variables)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert phrase in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (suite.folder / "ran").exists()
+
+
+def test_settings_may_stand_in_the_ini_file(suite):
+    """Each option has an ini twin; the command line beats it."""
+    suite.write("def test_it(parity_seed): assert parity_seed == int(os.environ['WANTED'])")
+    ini = suite.folder / "pytest.ini"
+    ini.write_text("[pytest]\nparity_out = out\nparity_seed = 4\nparity_device = cpu\n")
+    config = f"--config-file={ini}"
+    assert suite.run(config, WANTED="4").returncode == 0
+    assert suite.results().info.seed == 4
+    assert suite.run(config, WANTED="6", MOE_PARITY_SEED="6").returncode == 0
+    assert suite.run(config, "--parity-seed=5", WANTED="5", MOE_PARITY_SEED="6").returncode == 0
+
+
+def test_a_required_gpu_makes_its_skips_errors(suite):
+    """Only skips for want of a GPU: others are still skips."""
+    suite.write(
+        "from moe_parity.harness import environment\n"
+        "environment.gpu = lambda: environment.Gpu('Fake', 'sm_90', '1.0')\n",
+        "conftest.py",
+    )
+    suite.write("""
+        def test_run(parity_gpu): assert parity_gpu == "cuda"
+        def test_lost(): pytest.skip("no CUDA device is left")
+        def test_other(): pytest.skip("vllm is not installed")
+    """)
+    done = suite.run("--parity-require-gpu", "--parity-out=out")
+    assert done.returncode == 1
+    assert "Fake, driver 1.0" in done.stdout
+    verdicts = {r.id: (r.verdict, r.message or r.reason) for r in suite.results().tests}
+    assert verdicts == {
+        "test_run::test": ("pass", ""),
+        "test_lost::test": (
+            "error",
+            "a GPU is required, and the test was skipped: no CUDA device is left",
+        ),
+        "test_other::test": ("skip", "vllm is not installed"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("visible", "worker", "bound"),
+    [
+        pytest.param("4,6,7", "gw1", "6", id="entry"),
+        pytest.param("4,6,7", "gw3", "4", id="wraps"),
+        pytest.param("GPU-abc, GPU-def", "gw1", "GPU-def", id="names"),
+        pytest.param("", "gw1", "", id="none-visible"),
+        pytest.param("4,6", "", "4,6", id="no-worker"),
+    ],
+)
+def test_a_worker_is_bound_to_a_gpu_of_the_caller(visible, worker, bound):
+    """A worker takes an entry of the caller's list, never a GPU that the caller excluded."""
+    environ = {"CUDA_VISIBLE_DEVICES": visible, "PYTEST_XDIST_WORKER": worker}
+    environment.bind_worker_gpu(environ)
+    environment.bind_worker_gpu(environ)  # a second plugin that loads us changes nothing
+    assert environ["CUDA_VISIBLE_DEVICES"] == bound
+
+
+def test_names_of_items():
+    """The suite and the part of an id that names the test."""
+    assert item_name("suites/test_quant.py::test_bits[a-b]") == ("quant", "test_bits:a-b")
+    assert item_name("test_quant.py::TestX::test_y") == ("quant", "TestX.test_y:")
+    assert item_name("suites/meta/test_x.py::test_y") == ("meta/x", "meta/x/test_y:")
+
+
+def _recorded(*calls: dict[str, object]) -> object:
+    taken = []
+    recorder = Recorder(device="cpu", seed=None, sink=taken.append)
+    recorder.start("test_x.py::test_y", {"kernel": "mine"})
+    for call in calls:
+        recorder.add({"check": "exact", "verdict": "pass"} | call)
+    recorder.finish()
+    return taken[0]
+
+
+def test_examples_fold():
+    """Extremes are kept, labels that vary are joined, and the weakest mutant is named."""
+    folded = _recorded(
+        {"dtype": "bf16", "max_ulp": 2, "mutant_distance": 9, "nearest_mutant": "a", "graph": True},
+        {"dtype": "fp16", "max_ulp": 1, "mutant_distance": 4, "nearest_mutant": "b"},
+        {"dtype": "bf16", "rel_err_f64": 0.5, "mutant_distance": 5, "nearest_mutant": "c"},
+    )
+    assert (folded.dtype, folded.max_ulp, folded.rel_err_f64) == ("bf16+fp16", 2, 0.5)
+    assert (folded.mutant_distance, folded.nearest_mutant, folded.examples) == (18, "b", 3)
+    skipped = _recorded({"verdict": "skip", "reason": "odd K"}, {"compared": 3}, {"compared": 4})
+    assert (skipped.verdict, skipped.compared) == ("pass", 7)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param({"nosuch": 1}, id="unknown-field"),
+        pytest.param({"id": "mine"}, id="own-id"),
+        pytest.param({"verdict": "ok"}, id="verdict"),
+        pytest.param({"check": "test"}, id="test"),
+        pytest.param({"check": ""}, id="no-check"),
+    ],
+)
+def test_a_check_that_records_nonsense_is_told(call):
+    """A typo in a check is an error in the check, not a silent record."""
+    with pytest.raises(TypeError):
+        _recorded(call)
+    with pytest.raises(RuntimeError, match="no test is running"):
+        Recorder(device="cpu", seed=None, sink=print).add({"check": "a", "verdict": "pass"})
+
+
+def test_this_session_has_one_of_our_profiles():
+    """The conftest of this checkout loads the plugin."""
+    assert hypothesis_settings().deadline is None

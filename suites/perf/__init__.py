@@ -1,0 +1,1 @@
+"""Speed: measured alone, never under xdist."""
