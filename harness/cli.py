@@ -10,10 +10,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from moe_parity.harness import environment
 from moe_parity.harness.errors import ParityError
 
 OK, FAILED, BAD_INPUT, INCOMPLETE = 0, 1, 2, 3
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    version = f"moe-parity {metadata.version('moe-parity')}"
+    version = f"moe-parity {environment.versions()['moe-parity']}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

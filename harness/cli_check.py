@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -178,11 +179,26 @@ def _watching(console: Console) -> Iterator[Watcher]:
         yield Watcher(console, bar)
 
 
+@contextlib.contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """Treat SIGTERM, which a CI sends when it cancels a job, like Ctrl-C: the results are kept."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _run_pytest(args: list[str], out: Path, console: Console) -> tuple[int, list[str], list[str]]:
     """Run pytest; return its status, its usage errors and the notes of the session."""
     errors = io.StringIO()
     log = out / "pytest.log"
     with (
+        _terminated_is_interrupted(),
         log.open("w") as text,
         _watching(console) as watcher,
         contextlib.redirect_stdout(text),

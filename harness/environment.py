@@ -18,7 +18,13 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-KNOWN_VARIABLES = ("MOE_PARITY_DEVICE", "MOE_PARITY_PROFILE", "MOE_PARITY_SEED")
+KNOWN_VARIABLES = (
+    "MOE_PARITY_DEVICE",
+    "MOE_PARITY_PROFILE",
+    "MOE_PARITY_SEED",
+    "MOE_PARITY_VLLM_LIB",
+    "MOE_PARITY_VLLM_VERSION",
+)
 PREFIX = "MOE_PARITY_"
 
 _ALWAYS = ("moe-parity", "torch", "triton", "numpy", "hypothesis", "pytest")

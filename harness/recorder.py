@@ -184,7 +184,7 @@ class Recorder:
             verdict=verdict,
             message=message,
             reason=(item.skipped or "") if verdict == "skip" else "",
-            seconds=round(item.seconds, 4),
+            seconds=item.seconds,
             examples=max((c["examples"] for c in item.checks.values()), default=0),
         )
 
@@ -196,5 +196,6 @@ class Recorder:
         if given["verdict"] in ("fail", "error") and "repro" not in given:
             seed = "" if self.seed is None else f" --parity-seed={self.seed}"
             given["repro"] = f"pytest '{item.nodeid}'{seed}"
+        given["seconds"] = round(given.get("seconds", 0.0), 4)
         own = {"id": record_id, "nodeid": item.nodeid, "suite": suite}
         return Record(**({"device": self.device} | dict(item.labels) | given | own))

@@ -8,6 +8,7 @@ record, when nothing ran, and when a check failed in a test that passed.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -23,7 +24,16 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from moe_parity.harness import environment
 from moe_parity.harness.recorder import LABELS, Item, Recorder, as_label, item_name
-from moe_parity.harness.records import ITEM_CHECK, Record, Run, RunEnd, RunInfo, count
+from moe_parity.harness.records import (
+    ITEM_CHECK,
+    Record,
+    Run,
+    RunEnd,
+    RunInfo,
+    count,
+    from_json,
+    to_line,
+)
 from moe_parity.harness.results import FILE_NAME, ResultsError, Writer, merge, prepare, write
 
 _WANTS_GPU = re.compile(r"\b(gpus?|cuda|hopper|h100|h200|sm_?\d+)\b", re.IGNORECASE)
@@ -81,7 +91,9 @@ class Session:
         self.selected = selected
         self.notes: list[str] = []
         self.recorder = Recorder(device=device, seed=seed, sink=self._write)
-        self._worker: str | None = getattr(config, "workerinput", {}).get("workerid")
+        # what the controller of xdist gives a worker; empty elsewhere
+        self._given: dict[str, Any] = getattr(config, "workerinput", {})
+        self._worker: str | None = self._given.get("workerid")
         self._parts: Path | None = None
         self._info: RunInfo | None = None
         self._writer: Writer | None = None
@@ -98,14 +110,15 @@ class Session:
             return
         try:
             if self._worker is not None:
-                self._parts = Path(self.config.workerinput["moe_parity_parts"])  # type: ignore[attr-defined]
+                self._parts = Path(self._given["moe_parity_parts"])
             elif self.out is not None:
                 self._parts = prepare(self.out)
                 for old in self._parts.glob("results-*.jsonl"):
                     old.unlink()
             else:
                 self._parts = Path(tempfile.mkdtemp(prefix="moe-parity-"))
-            self._info = self._describe()
+            told = self._given.get("moe_parity_info")
+            self._info = from_json(RunInfo, json.loads(told), "") if told else self._describe()
             if not self.config.pluginmanager.hasplugin("dsession"):
                 name = f"results-{self._worker or 'main'}.jsonl"
                 self._writer = Writer(self._parts / name, self._info)
@@ -114,8 +127,10 @@ class Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker where its part goes."""
+        """Tell a worker where its part goes, and what the run is."""
         node.workerinput["moe_parity_parts"] = str(self._parts)
+        if self._info is not None:
+            node.workerinput["moe_parity_info"] = to_line("run", self._info).decode()
 
     def _describe(self) -> RunInfo:
         commit, dirty = environment.commit(self.config.rootpath)

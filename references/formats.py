@@ -12,6 +12,8 @@ Two rules hold everywhere:
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -117,6 +119,7 @@ def e4m3_decode(code: Tensor) -> Tensor:
     return _e4m3_table(code.device)[code.long()]
 
 
+@lru_cache(maxsize=8)
 def _e4m3_table(device: torch.device) -> Tensor:
     code = torch.arange(256, device=device, dtype=torch.int32)
     exponent, fraction = (code >> 3) & 15, code & 7

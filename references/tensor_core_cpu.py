@@ -22,6 +22,9 @@ from moe_parity.references.tensor_core import (
     value_and_exponent,
 )
 
+_SERIAL_BELOW = 1 << 20
+"""Multiply-adds under which starting threads costs more than it saves."""
+
 _COLUMNS = 256
 """Columns walked at once: 32 rows of values and exponents of this width stay in the L1 cache."""
 
@@ -31,7 +34,8 @@ def dot(a: Tensor, b: Tensor, c: Tensor, unit: Unit) -> Tensor:
     (va, ea), (vb, eb) = value_and_exponent(a), value_and_exponent(b)
     result = c.contiguous().clone()
     order = np.array([k for step in unit.steps for k in step], dtype=np.int64)
-    _dot(
+    walk = _serial if result.numel() * a.shape[1] < _SERIAL_BELOW else _parallel
+    walk(
         va.numpy(), ea.numpy(), vb.numpy(), eb.numpy(), result.numpy(),
         order, len(unit.steps), unit.alignment_bits, 52 - unit.result_bits,
     )  # fmt: skip
@@ -51,34 +55,43 @@ def _pow2_64(exponent: Any) -> Any:
 
 
 @numba.njit(cache=True, parallel=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _dot(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
-    rows, depth = va.shape
+def _parallel(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
+    for row in numba.prange(va.shape[0]):
+        _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
+
+
+@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _serial(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
+    for row in range(va.shape[0]):
+        _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
+
+
+@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _row(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
+    """Compute one row of the result, ``_COLUMNS`` columns at a time."""
     columns = vb.shape[1]
     length = GROUP // steps
-    for row in numba.prange(rows):
-        top = np.empty(_COLUMNS, np.int32)
-        scale = np.empty(_COLUMNS, np.float32)
-        part = np.empty(_COLUMNS, np.int32)
-        total = np.empty(_COLUMNS, np.float64)
-        for left in range(0, columns, _COLUMNS):
-            width = min(_COLUMNS, columns - left)
-            c = out[row, left : left + width]
-            for start in range(0, depth, GROUP):
-                for step in range(steps):
-                    chosen = order[step * length : (step + 1) * length]
-                    _top(top, c, ea[row], eb, chosen, start, left)
+    top = np.empty(_COLUMNS, np.int32)
+    scale = np.empty(_COLUMNS, np.float32)
+    part = np.empty(_COLUMNS, np.int32)
+    total = np.empty(_COLUMNS, np.float64)
+    for left in range(0, columns, _COLUMNS):
+        width = min(_COLUMNS, columns - left)
+        c = out[left : left + width]
+        for start in range(0, len(va), GROUP):
+            for step in range(steps):
+                chosen = order[step * length : (step + 1) * length]
+                _top(top, c, ea, eb, chosen, start, left)
+                for j in range(width):
+                    # Only a tiny c beside zero products lies under -100: see _finish.
+                    scale[j] = _pow2(align - max(top[j], -100))
+                    total[j] = 0.0
+                # Eight products of 2^27 fit an int32; float64 holds any sum of them exactly.
+                for block in range(0, length, 8):
+                    _terms(part, va, vb, scale, chosen[block : block + 8], start, left, width)
                     for j in range(width):
-                        # Only a tiny c beside zero products lies under -100: see _finish.
-                        scale[j] = _pow2(align - max(top[j], -100))
-                        total[j] = 0.0
-                    # Eight products of 2^27 fit an int32; float64 holds any sum of them exactly.
-                    for block in range(0, length, 8):
-                        _terms(
-                            part, va[row], vb, scale, chosen[block : block + 8], start, left, width
-                        )
-                        for j in range(width):
-                            total[j] += part[j]
-                    _finish(c, top, total, align, drop)
+                        total[j] += part[j]
+                _finish(c, top, total, align, drop)
 
 
 @numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ def _context(run: Run) -> dict[str, Any]:
     tests = Counter(record.verdict for record in run.tests)
     return {
         "run": run,
+        "command": shlex.join(run.info.command)[:_TEXT],
         "judgement": judge(run),
         "symbol": tables.SYMBOL,
         "show": tables.show,

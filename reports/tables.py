@@ -50,11 +50,11 @@ _WHOLE = ("compared", "differing", "code_flips", "max_ulp", "could_show")
 
 
 def tolerances(run: Run) -> pd.DataFrame:
-    """Return one row for each check that compared something or failed, in the order of COLUMNS."""
+    """Return one row for each check that ran, with the columns of COLUMNS."""
     rows = [
         {name: getattr(record, name) for name in COLUMNS}
         for record in run.checks
-        if record.compared or record.verdict in ("fail", "error")
+        if record.verdict != "skip"
     ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     return frame.astype(dict.fromkeys(_WHOLE, "Int64"))
@@ -75,12 +75,13 @@ def worst_first(frame: pd.DataFrame) -> pd.DataFrame:
 def by_stage(run: Run) -> pd.DataFrame:
     """Return one row for each kernel and stage: how much was compared, how close it came.
 
-    `could_show` is the smallest of the stage's checks that count it: the weakest evidence.
+    `could_show` is the smallest of the checks that were held against mutants: the weakest evidence.
     """
     frame = tolerances(run)
     rows: list[dict[str, object]] = []
     for (kernel, stage), group in frame.groupby(["kernel", "stage"], sort=True):
         nearest = group.dropna(subset=["mutant_distance"]).sort_values("mutant_distance")
+        measured = group[group["nearest_mutant"] != ""]
         rows.append(
             {
                 "kernel": kernel,
@@ -91,7 +92,7 @@ def by_stage(run: Run) -> pd.DataFrame:
                 "differing": group["differing"].sum(),
                 "code_flips": group["code_flips"].sum(),
                 "max_ulp": group["max_ulp"].max(),
-                "could_show": group["could_show"].min(),
+                "could_show": measured["could_show"].min(),
                 "nearest_mutant": nearest["nearest_mutant"].iloc[0] if len(nearest) else "",
                 "mutant_distance": nearest["mutant_distance"].iloc[0] if len(nearest) else None,
                 "verdict": max(group["verdict"], key=lambda verdict: SEVERITY[verdict]),

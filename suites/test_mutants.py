@@ -26,7 +26,7 @@ from moe_parity.references.spec import (
     Stage,
     Values,
 )
-from moe_parity.references.spec.recipes import ALL, DEEPGEMM, OURS, VLLM_CUDA
+from moe_parity.references.spec.recipes import ALL, DEEPGEMM, OURS
 
 STAGE = Stage.ACT_QUANT
 
@@ -88,7 +88,7 @@ def mutant_kernel(recipe: Recipe, mutant: Mutant) -> Kernel:
 
 
 def _through_the_check():
-    for recipe in (OURS, DEEPGEMM, VLLM_CUDA):
+    for recipe in (OURS, DEEPGEMM):
         for mutant in mutants(recipe.of(STAGE)):
             name = f"{recipe.name}-{mutant.name}".replace("=", "-")
             yield pytest.param(recipe, mutant, id=name)
@@ -97,7 +97,7 @@ def _through_the_check():
 @pytest.mark.parametrize(("recipe", "mutant"), list(_through_the_check()))
 def test_red_and_named_by_the_check(recipe: Recipe, mutant: Mutant):
     """The check of a kernel that follows a mutant is red and says which decision differs."""
-    case = Case(m=aimed_rows(512) // 4, h=512, values=Values.AIMED, dtype=InputDtype.FP32)
+    case = Case(m=aimed_rows(512) // 8, h=512, values=Values.AIMED, dtype=InputDtype.FP32)
     if mutant.decision.formats == ("ue8m0",):
         case = dataclasses.replace(case, scale=ScaleFormat.UE8M0)
     verdict = next(check_quant(mutant_kernel(recipe, mutant), case, "cpu"))

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
-from moe_parity.harness import cli
+from moe_parity.harness import cli, environment
 from moe_parity.harness.errors import ParityError
 from moe_parity.harness.records import Record, Run, RunEnd, RunInfo
 from moe_parity.harness.results import read, write
@@ -227,21 +228,25 @@ def test_skipped():
     pytest.skip("not today")
 """)
 
-    def check(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run `parity check` here."""
+    def start(self, *args: str, **variables: str) -> subprocess.Popen[str]:
+        """Start `parity check` here."""
         dropped = ("MOE_PARITY_", "PYTEST_", "PYTHON", "CI")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        done = subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-m", "moe_parity.harness", "check", *args],
             cwd=self.folder,
             env=kept | {"CUDA_VISIBLE_DEVICES": ""} | variables,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=120,
         )
-        assert "Traceback" not in done.stdout + done.stderr
-        return done
+
+    def check(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run `parity check` here to its end."""
+        with self.start(*args, **variables) as process:
+            out, err = process.communicate(timeout=120)
+        assert "Traceback" not in out + err
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @pytest.fixture
@@ -293,22 +298,52 @@ def test_check_shows_a_misspelt_variable(project):
     assert "did you mean MOE_PARITY_DEVICE?" in done.stdout
 
 
-BAD_CHECKS = {
+def test_check_that_is_cancelled_keeps_what_has_finished(project):
+    """SIGTERM, as a CI sends it: results and report are there, and the status is 3."""
+    slow = project.folder / "suites" / "test_it.py"
+    slow.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
+    with project.start("-n", "1") as process:
+        part = project.folder / "parity-out" / "parts"
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not any(
+            b"test_a" in file.read_bytes() for file in part.glob("results-*")
+        ):
+            time.sleep(0.02)
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == cli.INCOMPLETE, out + err
+    assert "! incomplete: 1 of 2 tests left no record" in out
+    run = read(project.folder / "parity-out" / "results.jsonl")
+    assert [record.id for record in run.records] == ["test_a::test"]
+
+
+EARLY = {
     "no-gpu": (["--device", "cuda"], "the device is cuda, but torch finds no CUDA GPU"),
     "required": (["--require-gpu"], "a GPU is required, but torch finds no CUDA GPU"),
     "out": (["--out", "pyproject.toml/out"], "cannot write results to pyproject.toml/out"),
     "expression": (["-k", "scale=ue8m0"], "wrong expression for -k: 'scale=ue8m0', column 6"),
     "marker": (["-m", "moe("], "wrong expression for -m: 'moe('"),
+}
+LATE = {
     "kernel": (["--kernel", "nosuch"], "unknown kernel 'nosuch'"),
     "no-file": (["--kernel", "nosuch.py"], "nosuch.py"),
     "import": (["--kernel", "broken.py"], "broken.py does not import: NameError: name 'oops'"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_CHECKS)
+@pytest.mark.parametrize("name", EARLY)
+def test_check_refuses_bad_input_before_pytest_starts(project, capsys, monkeypatch, name):
+    """One sentence, status 2."""
+    args, phrase = EARLY[name]
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setattr(environment, "gpu", lambda: None)
+    assert phrase in refused(capsys, "check", *args)
+
+
+@pytest.mark.parametrize("name", LATE)
 def test_check_refuses_bad_input_before_anything_runs(project, name):
     """One sentence, status 2, and the results of an earlier run are still there."""
-    args, phrase = BAD_CHECKS[name]
+    args, phrase = LATE[name]
     (project.folder / "broken.py").write_text("oops\n")
     (project.folder / "parity-out").mkdir()
     (project.folder / "parity-out" / "results.jsonl").write_text("earlier")
