@@ -47,9 +47,27 @@ def _f16(x: Tensor) -> Tensor:
 MODELS: dict[str, Model] = {
     m.name: m
     for m in (
-        Model(name="e4m3", arity=1, model=_codes, instruction="cvt.rn.satfinite.e4m3x2.f32", ptx=False),
-        Model(name="bf16", arity=1, model=_bf16, instruction="cvt.rn.bf16.f32", ptx=False),
-        Model(name="f16", arity=1, model=_f16, instruction="cvt.rn.f16.f32", ptx=False),
+        Model(
+            name="e4m3",
+            arity=1,
+            model=_codes,
+            instruction="cvt.rn.satfinite.e4m3x2.f32",
+            ptx=False,
+        ),
+        Model(
+            name="bf16",
+            arity=1,
+            model=_bf16,
+            instruction="cvt.rn.bf16.f32",
+            ptx=False,
+        ),
+        Model(
+            name="f16",
+            arity=1,
+            model=_f16,
+            instruction="cvt.rn.f16.f32",
+            ptx=False,
+        ),
         Model(
             name="ex2_approx_ftz",
             arity=1,
@@ -74,10 +92,34 @@ MODELS: dict[str, Model] = {
             model=lambda x: special.rcp_approx(x, ftz=False),
             instruction="rcp.approx.f32",
         ),
-        Model(name="triton_exp", arity=1, model=special.triton_exp, instruction="tl.exp", ptx=False),
-        Model(name="libdevice_exp", arity=1, model=special.libdevice_exp, instruction="libdevice.exp", ptx=False),
-        Model(name="cuda_expf", arity=1, model=special.cuda_expf, instruction="expf (nvcc)", ptx=False),
-        Model(name="log2", arity=1, model=special.libdevice_log2, instruction="tl.log2", ptx=False),
+        Model(
+            name="triton_exp",
+            arity=1,
+            model=special.triton_exp,
+            instruction="tl.exp",
+            ptx=False,
+        ),
+        Model(
+            name="libdevice_exp",
+            arity=1,
+            model=special.libdevice_exp,
+            instruction="libdevice.exp",
+            ptx=False,
+        ),
+        Model(
+            name="cuda_expf",
+            arity=1,
+            model=special.cuda_expf,
+            instruction="expf (nvcc)",
+            ptx=False,
+        ),
+        Model(
+            name="log2",
+            arity=1,
+            model=special.libdevice_log2,
+            instruction="tl.log2",
+            ptx=False,
+        ),
         Model(name="div_rn", arity=2, model=rounding.div_rn, instruction="div.rn.f32"),
         Model(name="div_full", arity=2, model=special.div_full, instruction="div.full.f32"),
         Model(
@@ -114,7 +156,7 @@ def arguments(model: Model, count: int, seed: int, device: str = "cpu") -> tuple
     near 1); every pair of special values comes first.
     """
     specials = torch.tensor(_SPECIAL_WORDS, dtype=torch.int64, device=device).int()
-    made = []
+    made: list[Tensor] = []
     for place in range(model.arity):
         word = keyed.words(seed, f"{model.arity}/{place}", 1, count, device=device)[0]
         bits = word.int()
@@ -170,7 +212,7 @@ def operands(case: DotCase, seed: int, device: str = "cpu") -> tuple[Tensor, Ten
         return a, b, None
     word = keyed.words(seed, "c", case.m, case.n, device=device)
     if case.accumulator == "normal":
-        c = from_bits(((word.int() & -0x7F800001) | (((word >> 40) % 8 + 122).int() << 23)))
+        c = from_bits((word.int() & -0x7F800001) | (((word >> 40) % 8 + 122).int() << 23))
     else:
         c = from_bits(word.int().contiguous())
         if case.accumulator == "wide":

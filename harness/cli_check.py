@@ -19,14 +19,15 @@ from typing import Any, NoReturn
 
 import pytest
 from _pytest.mark.expression import Expression
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from moe_parity.harness import plugin
 from moe_parity.harness.cli import FAILED, INCOMPLETE, OK
 from moe_parity.harness.errors import ParityError
 from moe_parity.harness.records import Judgement, count, judge
 from moe_parity.harness.results import FILE_NAME, prepare, read
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 NOT_CHECKS = ("meta", "perf")
 """Folders of the suites that test the harness or its speed, not a kernel."""

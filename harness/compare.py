@@ -1,13 +1,14 @@
-"""Comparison of two quantizer outputs, codes and scales separately, and the words for a difference."""
+"""Two quantizer outputs compared, codes and scales separately, and a difference in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from moe_parity.references.formats import bits_of, e4m3_decode
 from moe_parity.references.spec import QuantOutput, Stage
-from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,19 @@ def bind_worker_gpu(environ: MutableMapping[str, str] = os.environ) -> None:
         environ["CUDA_VISIBLE_DEVICES"] = devices[int(worker[1]) % len(devices)]
 
 
+def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give an xdist worker its share of the cores, where the caller has not set the numbers.
+
+    Otherwise every worker starts a thread for every core, in torch and in numba, and they wait for
+    each other. Must run before either is imported; elsewhere this does nothing.
+    """
+    workers = environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    if workers.isdigit() and int(workers) > 0:
+        share = str(max(1, (os.cpu_count() or 1) // int(workers)))
+        environ.setdefault("OMP_NUM_THREADS", share)
+        environ.setdefault("NUMBA_NUM_THREADS", share)
+
+
 def versions() -> dict[str, str]:
     """Return the versions that decide bits, by distribution name; "absent" where missing."""
     found = {"python": platform.python_version()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
 from moe_parity.harness.checks.quant import check_quant
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel

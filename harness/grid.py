@@ -1,4 +1,4 @@
-"""The grid of a quantization suite: kernels by scale format, layout and input type, as parameters."""
+"""The grid of a quantization suite: kernels by scale format, layout and input type."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 from _pytest.mark import ParameterSet
+
 from moe_parity.kernels import Kernel, all_kernels
 from moe_parity.references.spec import Case, InputDtype, ScaleFormat, ScaleLayout, Stage
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
+
 from moe_parity.harness.mutants import cast_input
 from moe_parity.references import aims, keyed
 from moe_parity.references.formats import from_bits
 from moe_parity.references.spec import Case, Hazard, QuantRecipe, Stage, Values, decisions
-from torch import Tensor
 
 _GAP = 8
 """Elements between the rows of a strided input; a multiple of 16 bytes for two-byte types."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from moe_parity.harness.mutants import Power, mutants, power
 from moe_parity.kernels import all_kernels
@@ -59,7 +59,7 @@ def decisions_markdown(chosen: Iterable[Decision]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def align(rows: list[tuple[str, ...]]) -> str:
+def align(rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows as text in columns; the last column is not padded."""
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     lines = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from moe_parity.references.formats import row_major
 from torch import Tensor
+
+from moe_parity.references.formats import row_major
 
 GUARD = 4096
 """Bytes of poison before and after every output; keeps 16-byte alignment."""

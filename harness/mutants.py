@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
+from torch import Tensor
+
 from moe_parity.references import quant
 from moe_parity.references.formats import bits_of, f32_to_bf16, f32_to_f16
 from moe_parity.references.spec import (
@@ -22,7 +23,6 @@ from moe_parity.references.spec import (
     ScaleFormat,
     neighbours,
 )
-from torch import Tensor
 
 ENOUGH = 1000
 """A mutant must be told by this many outputs, or by all that its domain has."""

@@ -27,13 +27,15 @@ from typing import Any
 
 import pytest
 from hypothesis import settings as hypothesis_settings
+
 from moe_parity.harness import environment, settings
 from moe_parity.harness.errors import ParityError
 from moe_parity.harness.recorder import Recorder
 from moe_parity.harness.session import Session
 
-# Before anything imports torch: a worker of xdist sees one GPU.
+# Before anything imports torch: a worker of xdist sees one GPU and its share of the cores.
 environment.bind_worker_gpu()
+environment.share_cores()
 
 NO_GPU = "needs a CUDA GPU"
 

@@ -13,11 +13,12 @@ from moe_parity.kernels import Call, Kernel
 from moe_parity.references import quant
 from moe_parity.references.formats import (
     E4M3_NAN,
+    bits_of,
     canonical_nan,
     ue8m0_decode,
     unpack_ue8m0,
 )
-from moe_parity.references.spec import Case, QuantOutput, QuantRecipe, Stage
+from moe_parity.references.spec import Case, QuantOutput, QuantRecipe, ScaleFormat, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,11 @@ def reference(stage: Stage, case: Case, x: Tensor, recipe: QuantRecipe) -> Quant
         out = quant.weight_quant(x, recipe, ue8m0=ue8m0)
     else:
         out = quant.act_quant(x, recipe, group=case.group, ue8m0=ue8m0)
-    return one_nan(QuantOutput(codes=out.codes.cpu(), scales=out.scales.cpu()))
+    scales = out.scales.cpu()
+    if case.scale is ScaleFormat.UE8M0_PACKED:
+        # A byte has no infinity: 255, its exponent field, is the NaN of UE8M0.
+        scales = ue8m0_decode((bits_of(scales) >> 23).to(torch.uint8))
+    return one_nan(QuantOutput(codes=out.codes.cpu(), scales=scales))
 
 
 def make_input(kernel: Kernel, case: Case, device: str) -> Tensor:

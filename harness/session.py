@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings as hypothesis_settings
+
 from moe_parity.harness import environment
 from moe_parity.harness.recorder import LABELS, Item, Recorder, as_label, item_name
 from moe_parity.harness.records import (

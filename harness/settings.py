@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from hypothesis import HealthCheck, settings
+
 from moe_parity.harness.errors import ParityError
 
 VARIABLE = "MOE_PARITY_PROFILE"

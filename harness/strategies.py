@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from hypothesis import strategies as st
+
 from moe_parity.references.spec import Case, Hazard, ScaleFormat, Stage, Values
 
 EDGES = (0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -36,5 +37,3 @@ def quant_cases(draw: st.DrawFn, base: Case, stage: Stage) -> Case:
     step = 4 if base.scale is ScaleFormat.UE8M0_PACKED else 1
     groups = step * draw(st.integers(1, 5 if step == 1 else 2), label="groups")
     return dataclasses.replace(case, m=draw(rows(), label="m"), h=group * groups, group=group)
-
-

@@ -22,8 +22,8 @@ class Verdict:
     compared: int = 0
     differing: int = 0
     code_flips: int = 0
-    max_ulp: int = 0
-    could_show: int = 0
+    max_ulp: int | None = None
+    could_show: int | None = None
     """Outputs that would be red under some mutant of the recipe."""
     nearest_mutant: str = ""
     mutant_distance: int | None = None

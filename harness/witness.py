@@ -13,9 +13,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
 from moe_parity.harness import arithmetic, environment
 from moe_parity.harness.errors import ParityError
 from moe_parity.harness.inputs import quant_input
@@ -25,9 +28,6 @@ from moe_parity.references import tensor_core
 from moe_parity.references.formats import bits_of
 from moe_parity.references.spec import Case, QuantOutput, Recipe, Stage, parse_id
 from moe_parity.references.spec.recipes import ALL
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 SCHEMA = "1"
 SHIPPED = Path(__file__).resolve().parent.parent / "suites" / "witnesses"
@@ -80,8 +80,8 @@ def inputs_of(witness: Witness) -> list[Tensor]:
         model = arithmetic.MODELS[witness.subject]
         return list(arithmetic.arguments(model, SAMPLES, witness.seed))
     if witness.kind == "dot":
-        case = arithmetic.DotCase(**json.loads(witness.detail))
-        return [t for t in arithmetic.operands(case, witness.seed) if t is not None]
+        dot = arithmetic.DotCase(**json.loads(witness.detail))
+        return [t for t in arithmetic.operands(dot, witness.seed) if t is not None]
     stage, case = _kernel_case(witness)
     return [quant_input(case, stage)]
 
@@ -208,10 +208,9 @@ def _witness(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -
         )
     except (KeyError, ValueError) as error:
         raise WitnessError(f"{path}: broken metadata: {error}.") from error
-    known: Mapping[str, Any] = {"model": arithmetic.MODELS, "dot": arithmetic.UNITS}.get(
-        witness.kind, {witness.subject: None}
-    )
-    if witness.kind not in ("model", "dot", "kernel") or witness.subject not in known:
+    known = {"model": set(arithmetic.MODELS), "dot": set(arithmetic.UNITS)}
+    known["kernel"] = {witness.subject}
+    if witness.subject not in known.get(witness.kind, ()):
         raise WitnessError(f"{path}: no reference for {witness.kind} {witness.subject!r}.")
     if witness.kind == "kernel" and witness.recipe not in ALL:
         raise WitnessError(f"{path}: unknown recipe {witness.recipe!r}.")
@@ -250,8 +249,8 @@ def _compare(path: Path, witness: Witness, name: str, got: Tensor, want: Tensor)
         at = [int(n) for n in wrong.nonzero()[0]]
         seen, right = (int(t[tuple(at)]) & 0xFFFFFFFF for t in (got, want))
         raise WitnessError(
-            f"{path}: {witness.kind} {witness.subject} gave 0x{seen:x} at {name}{at} on the GPU, the "
-            f"reference gives 0x{right:x}; {int(wrong.sum())} of {wrong.numel()} differ."
+            f"{path}: {witness.kind} {witness.subject} gave 0x{seen:x} at {name}{at} on the GPU, "
+            f"the reference gives 0x{right:x}; {int(wrong.sum())} of {wrong.numel()} differ."
         )
 
 

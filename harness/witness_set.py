@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,10 +28,10 @@ DOTS = (
 def cases(kernel: Kernel) -> Iterator[Case]:
     """Yield the cases in which a kernel is witnessed."""
     weights = kernel.stage is Stage.WEIGHT_QUANT
+    plain = Case(i=200, h=300) if weights else Case(m=24, h=512)
     for scale in ScaleFormat:
-        for dtype in (InputDtype.BF16, InputDtype.FP32):
-            sizes = {"i": 200, "h": 300} if weights else {"m": 24, "h": 512}
-            case = Case(scale=scale, dtype=dtype, values=Values.AIMED, seed=SEED, **sizes)
+        for dtype in (InputDtype.BF16,) if weights else (InputDtype.BF16, InputDtype.FP32):
+            case = dataclasses.replace(plain, scale=scale, dtype=dtype, values=Values.AIMED, seed=SEED)  # fmt: skip  # noqa: E501
             if kernel.supports(case, "cuda") is None:
                 yield case
 

@@ -62,7 +62,7 @@ def scale_strides(rows: int, columns: int, layout: ScaleLayout) -> tuple[int, in
     """Return the strides, in elements, of [rows, columns] scales in a layout."""
     if layout is ScaleLayout.ROW:
         return columns, 1
-    return 1, max(rows if layout is ScaleLayout.COLUMN else -(-rows // 4) * 4, 1)
+    return 1, rows if layout is ScaleLayout.COLUMN else -(-rows // 4) * 4
 
 
 def plain_allocator(device: str | torch.device) -> Allocator:

@@ -28,7 +28,7 @@ def _spread(seed: int, name: str, amax: Tensor) -> Tensor:
 
 
 def tiny_groups(seed: int) -> Tensor:
-    """Groups whose amax walks every exponent from 2^-149 to 2^-3, eight mantissas each."""
+    """Walk amax through every exponent from 2^-149 to 2^-3, eight mantissas each."""
     exponent = torch.arange(-149, -2).repeat_interleave(8)
     mantissa = 1.0 + keyed.integers(seed, "tiny", exponent.numel(), 1, below=128)[:, 0] / 128.0
     amax = (mantissa.double() * torch.pow(2.0, exponent.double())).float()

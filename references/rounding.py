@@ -55,7 +55,6 @@ def fma_rm(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def _round_to_odd_sum(p: Tensor, c: Tensor) -> Tensor:
     """Return p + c in float64, rounded to odd: an inexact sum never looks exact."""
-    p, c = torch.broadcast_tensors(p, c)
     total = p + c
     back = total - p
     error = (p - (total - back)) + (c - back)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
 from moe_parity.references.tensor_core import (
@@ -42,31 +41,31 @@ def dot(a: Tensor, b: Tensor, c: Tensor, unit: Unit) -> Tensor:
     return mark_nan(result, a, b)
 
 
-@numba.njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, inline="always")
 def _pow2(exponent: Any) -> Any:
     """2^exponent as fp32 for -126 <= exponent <= 127."""
     return np.int32((exponent + 127) << 23).view(np.float32)
 
 
-@numba.njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, inline="always")
 def _pow2_64(exponent: Any) -> Any:
     """2^exponent as float64 for any exponent met here."""
     return np.int64((exponent + 1023) << 52).view(np.float64)
 
 
-@numba.njit(cache=True, parallel=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, parallel=True, error_model="numpy")
 def _parallel(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
     for row in numba.prange(va.shape[0]):
         _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
 
 
-@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, error_model="numpy")
 def _serial(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
     for row in range(va.shape[0]):
         _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
 
 
-@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, error_model="numpy")
 def _row(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
     """Compute one row of the result, ``_COLUMNS`` columns at a time."""
     columns = vb.shape[1]
@@ -94,7 +93,7 @@ def _row(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, a
                 _finish(c, top, total, align, drop)
 
 
-@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, error_model="numpy")
 def _top(top: Any, c: Any, ea: Any, eb: Any, chosen: Any, start: Any, left: Any) -> None:
     """Find the largest exponent of each column's terms."""
     width = len(c)
@@ -111,7 +110,7 @@ def _top(top: Any, c: Any, ea: Any, eb: Any, chosen: Any, start: Any, left: Any)
                 top[j] = max(top[j], np.int32(e + row[j]))
 
 
-@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, error_model="numpy")
 def _terms(part: Any, va: Any, vb: Any, scale: Any, chosen: Any, start: Any, left: Any, width: Any) -> None:  # fmt: skip  # noqa: E501
     """Sum the truncated products of up to eight k."""
     for j in range(width):
@@ -125,7 +124,7 @@ def _terms(part: Any, va: Any, vb: Any, scale: Any, chosen: Any, start: Any, lef
                 part[j] = np.int32(part[j] + np.int32(np.float32(v * row[j]) * scale[j]))
 
 
-@numba.njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, error_model="numpy")
 def _finish(c: Any, top: Any, total: Any, align: Any, drop: Any) -> None:
     """Add the truncated accumulator in float64, cut the sum to the result's width, store it."""
     words = total.view(np.int64)

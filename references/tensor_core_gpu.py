@@ -4,6 +4,9 @@ The same three instructions a multiply-add as the CPU form: two exact fp32 produ
 truncating conversion.  It runs on the ordinary cores, so it does not assume what it checks.
 """
 
+# Triton kernels have no Python types: their arguments are pointers and compile-time constants.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -27,7 +30,7 @@ def _dot_kernel(
     place = c_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
     c = tl.load(place, mask=ok, other=0.0)
     row_start = rows.to(tl.int64) * K
-    for step in range(0, (K // 32) * STEPS):
+    for step in range((K // 32) * STEPS):
         first = (step // STEPS) * 32
         part = (step % STEPS) * (32 // STEPS)
         field = (c.to(tl.int32, bitcast=True) >> 23) & 0xFF

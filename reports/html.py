@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from moe_parity.harness.records import Record, Run, judge, to_line
 from moe_parity.reports import tables
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import pandas as pd
+
 from moe_parity.harness.records import ITEM_CHECK, SEVERITY, Record, Run
 
 SYMBOL: Mapping[str, str] = {"pass": "✓", "fail": "✗", "error": "!", "skip": "–"}

@@ -1,10 +1,11 @@
-"""Stage ``act_quant``: every kernel, format, layout and input type against its recipe, bit for bit."""
+"""Stage ``act_quant``: every kernel, format, layout and input type, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moe_parity.harness.expect import Recorder, expect
 from moe_parity.harness.grid import quant_params
 from moe_parity.harness.inputs import aimed_rows
@@ -58,9 +59,7 @@ def test_not_contiguous(kernel: Kernel, case: Case, parity_device: str, parity_r
     expect(kernel, case, parity_device, parity_recorder)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "case"), quant_params(STAGE, *SIZED, dtypes=[InputDtype.BF16])
-)
+@pytest.mark.parametrize(("kernel", "case"), quant_params(STAGE, *SIZED, dtypes=[InputDtype.BF16]))
 def test_shapes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """From no token to 4096, from one group to the hidden size of DeepSeek-V3."""
     expect(kernel, case, parity_device, parity_recorder)

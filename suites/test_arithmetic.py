@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moe_parity.harness.arithmetic import MODELS, DotCase, arguments, operands, result_bits
 from moe_parity.references import formats, rounding, special, tensor_core
 from moe_parity.references.formats import bits_of, from_bits
@@ -54,7 +55,9 @@ def test_every_code_survives():
 
 
 def test_e4m3_ends():
-    ends = torch.tensor([448.0, 464.0, 465.0, 1e30, float("inf"), -float("inf"), float("nan"), -0.0])
+    ends = torch.tensor(
+        [448.0, 464.0, 465.0, 1e30, float("inf"), -float("inf"), float("nan"), -0.0]
+    )
     codes = [0x7E, 0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x7F, 0x80]
     assert formats.e4m3_encode(ends).tolist() == codes
 

@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from moe_parity.harness.checks.quant import check_quant
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.inputs import aimed_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from moe_parity.harness.arithmetic import MODELS, UNITS, DotCase, arguments, operands, result_bits
 from moe_parity.harness.expect import Recorder
 from moe_parity.references import tensor_core

@@ -12,11 +12,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
 from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.kernels.virtual_gpu import lowering
 from moe_parity.references import formats, rounding, special
-from torch import Tensor
-from triton.language.extra import libdevice
 
 F32, BF16, F16, E4M3 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moe_parity.harness.compare import compare
 from moe_parity.harness.expect import Recorder, fields
 from moe_parity.harness.grid import quant_params
@@ -16,7 +17,9 @@ CASES = [
     *quant_params(Stage.ACT_QUANT, Case(m=33, h=512, values=Values.SPECIAL), layouts=False),
     *quant_params(Stage.WEIGHT_QUANT, Case(i=700, h=500, values=Values.AIMED)),
 ]
-TRITON = [param for param in CASES if isinstance(param.values[0], Kernel) and param.values[0].triton]
+TRITON = [
+    param for param in CASES if isinstance(param.values[0], Kernel) and param.values[0].triton
+]
 
 
 @pytest.mark.parametrize(("kernel", "case"), TRITON)

@@ -1,4 +1,4 @@
-"""Stage ``weight_quant``: 128 x 128 tiles with ragged edges, and requantization to powers of two."""
+"""Stage ``weight_quant``: 128 x 128 tiles, ragged edges, requantization to powers of two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moe_parity.harness.compare import compare
 from moe_parity.harness.expect import Recorder, expect
 from moe_parity.harness.grid import quant_params

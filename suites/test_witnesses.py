@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from moe_parity.harness import witness
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.witness import SHIPPED, WitnessError
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 FILES = sorted(SHIPPED.glob("*.safetensors"))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.kernels.call import Call
+from moe_parity.kernels.errors import KernelError
 from moe_parity.kernels.registry import register
 from moe_parity.references.spec import (
     Case,
@@ -96,13 +97,20 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
     contract=Contract().without(Check.REFUSES),
 )
 def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
-    """vLLM _C.per_token_group_fp8_quant."""
+    """VLLM _C.per_token_group_fp8_quant."""
+    _contiguous(call)
     codes, scales = call.new_codes(), call.new_scales()
     torch.ops._C.per_token_group_fp8_quant(
         call.x, codes.view(torch.float8_e4m3fn), scales, call.case.group, _EPS, -448.0, 448.0,
         call.case.scale.is_power_of_two, False, False,
     )  # fmt: skip
     return codes, scales
+
+
+def _contiguous(call: Call) -> None:
+    # The op itself refuses with a RuntimeError; vLLM's Python sends such input to Triton.
+    if not call.x.is_contiguous():
+        raise KernelError(f"vLLM's op takes contiguous input, got strides {call.x.stride()}.")
 
 
 def _supports_packed(case: Case, device: str) -> str | None:
@@ -124,7 +132,8 @@ def _supports_packed(case: Case, device: str) -> str | None:
     contract=Contract(pads_zero=True).without(Check.REFUSES),
 )
 def vllm_per_token_group_packed(call: Call) -> tuple[Tensor, Tensor]:
-    """vLLM _C.per_token_group_fp8_quant_packed."""
+    """VLLM _C.per_token_group_fp8_quant_packed."""
+    _contiguous(call)
     codes, scales = call.new_codes(), call.new_scales()
     torch.ops._C.per_token_group_fp8_quant_packed(
         call.x, codes.view(torch.float8_e4m3fn), scales, call.case.group, _EPS, -448.0, 448.0

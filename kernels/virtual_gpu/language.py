@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.extra import cuda, libdevice
+from triton.runtime.jit import JITFunction
+
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.meaning import BUILTINS, LANGUAGE, SEMANTIC, TENSOR, Helpers
 from moe_parity.kernels.virtual_gpu.rewrite import HELPERS, rewritten
-from triton.language.extra import cuda, libdevice
-from triton.runtime.jit import JITFunction
 
 Replacement = tuple[Any, str, Any]
 

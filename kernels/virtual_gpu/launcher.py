@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime.jit import JITFunction, mangle_type
+
 from moe_parity.kernels.virtual_gpu import language, lowering
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory, Region
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 from moe_parity.references.tensor_core import Unit
-from triton.runtime.jit import JITFunction, mangle_type
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 

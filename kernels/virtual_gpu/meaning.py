@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
+
 from moe_parity.kernels.virtual_gpu import reduce
 from moe_parity.kernels.virtual_gpu.builder import unmodelled
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
-from triton.language.semantic import TritonSemantic
 
 SEMANTIC = TritonSemantic(None)
 """Type rules and broadcasting are Triton's own; its builder is that of the launch."""

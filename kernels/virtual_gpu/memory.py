@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
 from moe_parity.kernels.virtual_gpu.errors import OutOfBounds
 
 if TYPE_CHECKING:

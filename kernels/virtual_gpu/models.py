@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.references import formats, rounding, special
 

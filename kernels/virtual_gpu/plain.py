@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.models import f32_to_bf16
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from moe_parity.kernels.virtual_gpu.launcher import Grid, LaunchReport, launch
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+
 from moe_parity.kernels.virtual_gpu.memory import Region
 
 Array = np.ndarray[Any, Any]

@@ -53,7 +53,7 @@ class Decision:
     aim: AimedInputs
     formats: tuple[str, ...] = ("fp32", "ue8m0")
     """The scale formats in which the choice exists at all."""
-    exists: Callable[[Any], bool] = lambda recipe: True  # noqa: ARG005, E731
+    exists: Callable[[Any], bool] = lambda recipe: True
     """Whether the choice exists beside the recipe's other options."""
 
     def others(self, chosen: Option) -> Iterator[Option]:

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+
 from moe_parity.harness import cli, environment
 from moe_parity.harness.errors import ParityError
 from moe_parity.harness.records import Record, Run, RunEnd, RunInfo

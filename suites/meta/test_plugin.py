@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings as hypothesis_settings
+
 from moe_parity.harness import environment
 from moe_parity.harness.recorder import Recorder, item_name
 from moe_parity.harness.results import Run, read

@@ -10,6 +10,7 @@ from functools import cached_property
 from html.parser import HTMLParser
 
 import pytest
+
 from moe_parity.harness.records import Record, Run, RunEnd, RunInfo
 from moe_parity.reports import html, markdown, tables, write_all
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from moe_parity.harness.records import Record, Run, RunEnd, RunInfo, judge, to_line
 from moe_parity.harness.results import ResultsError, Writer, merge, prepare, read, write
 

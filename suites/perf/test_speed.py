@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+
 from moe_parity.harness.arithmetic import DotCase, operands
 from moe_parity.harness.expect import Recorder
 from moe_parity.references import tensor_core
