@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 
-from torch import Tensor
+AimedInputs = Callable[[int], Any]
+"""Makes inputs on which the decision shows, from a seed.
 
-AimedInputs = Callable[[int], Tensor]
-"""Makes inputs (fp32, ``[groups, 128]``) on which the decision shows, from a seed."""
+fp32 groups [G, 128] for quantization, the types of ``aims_layer`` for the other stages.
+"""
 
 
 class Option(StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_parity.references.spec import layer_decisions as d
 from moe_parity.references.spec import quant_decisions as q
 from moe_parity.references.spec.decision import decided
 from moe_parity.references.spec.stage import Stage
@@ -36,6 +37,35 @@ class QuantRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GemmRecipe:
+    """How a block-scaled GEMM rounds."""
+
+    unit: d.DotUnit = decided(d.DOT_UNIT, d.DotUnit.WGMMA_FP8)
+    scale_order: d.ScaleOrder = decided(d.SCALE_ORDER, d.ScaleOrder.PRODUCT_FIRST)
+    accumulate: d.Accumulate = decided(d.ACCUMULATE, d.Accumulate.FMA)
+    interval: d.Interval = decided(d.INTERVAL, d.Interval.K128)
+    bias_at: d.BiasAt = decided(d.BIAS_AT, d.BiasAt.BEFORE_ROUNDING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwigluRecipe:
+    """How SwiGLU rounds, up to the quantization of its result."""
+
+    silu: d.Silu = decided(d.SILU, d.Silu.MUL_RECIP)
+    product_rounding: d.ProductRounding = decided(d.PRODUCT_ROUNDING, d.ProductRounding.ONCE)
+    clamp_order: d.ClampOrder = decided(d.CLAMP_ORDER, d.ClampOrder.BEFORE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineRecipe:
+    """How the top-k sum rounds."""
+
+    weights_at: d.WeightsAt = decided(d.WEIGHTS_AT, d.WeightsAt.TOPK_SUM)
+    order: d.SumOrder = decided(d.SUM_ORDER, d.SumOrder.ASCENDING)
+    step: d.SumStep = decided(d.SUM_STEP, d.SumStep.FMA)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A named recipe: one small value per stage that it decides."""
 
@@ -43,6 +73,10 @@ class Recipe:
     source: str
     """The code it describes."""
     stages: dict[Stage, QuantRecipe] = field(default_factory=dict)
+    """The quantizers: ``act_quant``, ``weight_quant``, and the one after SwiGLU."""
+    gemm: GemmRecipe | None = None
+    swiglu: SwigluRecipe | None = None
+    combine: CombineRecipe | None = None
 
     def __hash__(self) -> int:
         """Hash by name: names are unique (``recipes.ALL``)."""
@@ -53,3 +87,10 @@ class Recipe:
         if stage not in self.stages:
             raise KeyError(f"recipe {self.name} says nothing about stage {stage}.")
         return self.stages[stage]
+
+    @property
+    def layer(self) -> tuple[GemmRecipe, SwigluRecipe, CombineRecipe]:
+        """Return the parts of a whole layer; raises KeyError where one is missing."""
+        if self.gemm is None or self.swiglu is None or self.combine is None:
+            raise KeyError(f"recipe {self.name} describes quantizers, not a whole layer.")
+        return self.gemm, self.swiglu, self.combine

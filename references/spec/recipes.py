@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moe_parity.references.spec.layer_decisions import DotUnit, ScaleOrder, Silu
 from moe_parity.references.spec.quant_decisions import (
     Apply,
     Floor,
@@ -18,8 +19,20 @@ from moe_parity.references.spec.quant_decisions import (
     ScaleForm,
     ZeroGroup,
 )
-from moe_parity.references.spec.recipe import QuantRecipe, Recipe
+from moe_parity.references.spec.recipe import (
+    CombineRecipe,
+    GemmRecipe,
+    QuantRecipe,
+    Recipe,
+    SwigluRecipe,
+)
 from moe_parity.references.spec.stage import Stage
+
+
+def _layer(base: Recipe, gemm: GemmRecipe, swiglu: SwigluRecipe, combine: CombineRecipe) -> Recipe:
+    """Return ``base`` with the parts of a whole layer; its quantizer is used twice."""
+    stages = base.stages | {Stage.SWIGLU_QUANT: base.of(Stage.ACT_QUANT)}
+    return dataclasses.replace(base, stages=stages, gemm=gemm, swiglu=swiglu, combine=combine)
 
 
 def _quantizer(name: str, source: str, recipe: QuantRecipe, *, weights: bool = False) -> Recipe:
@@ -158,6 +171,22 @@ FLASHINFER_MONO = _quantizer(
         scale_form=ScaleForm.MUL_RECIP_448,
         apply=Apply.MUL_MULTIPLIER_FAST,
     ),
+)
+
+FUSED = (GemmRecipe(), SwigluRecipe(), CombineRecipe())
+"""DeepGEMM's chain, CUTLASS SiLU rounded once, weights on BF16 rows in k order."""
+
+OURS = _layer(OURS, *FUSED)
+TRTLLM_FUSED = _layer(TRTLLM_FUSED, *FUSED)
+TRTLLM_DECODE = _layer(
+    _quantizer(
+        "trtllm_decode",
+        "TensorRT-LLM PR 21250: Triton decode path, mma.sync, dot * a_s * b_s, tl.sigmoid",
+        TRTLLM_FUSED.of(Stage.ACT_QUANT),
+    ),
+    GemmRecipe(unit=DotUnit.MMA_F16, scale_order=ScaleOrder.A_THEN_B),
+    SwigluRecipe(silu=Silu.TL_SIGMOID),
+    CombineRecipe(),
 )
 
 ALL: dict[str, Recipe] = {

@@ -1,0 +1,133 @@
+"""Inputs on which the decisions of the GEMMs, SwiGLU and the top-k sum show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_parity.references import keyed
+from moe_parity.references.formats import bits_of, from_bits, round_bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmInputs:
+    """Operands of one expert's GEMM, and its bias or None."""
+
+    a: Tensor
+    """E4M3 codes [M, K], uint8."""
+    a_scale: Tensor
+    """fp32 [M, K / 128]."""
+    w: Tensor
+    """E4M3 codes [N, K], uint8."""
+    w_scale: Tensor
+    """fp32 [ceil(N / 128), K / 128]."""
+    bias: Tensor | None = None
+    """fp32 [N]."""
+    limit: float | None = None
+
+
+def codes(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu") -> Tensor:
+    """Return finite E4M3 codes, uint8 [rows, columns]: six binades, few zeros."""
+    word = keyed.words(seed, name, rows, columns, device=device)
+    exponent = 5 + ((word >> 8) & 0xFFFF) % 6
+    code = (word & 0x87) | (exponent << 3)
+    return torch.where((word >> 32) & 31 == 0, word & 0x80, code).to(torch.uint8)
+
+
+def nudged(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu") -> Tensor:
+    """Return fp32 [rows, columns] around 1: 1 + j * 2^-20 with |j| <= 8, full mantissas below."""
+    word = keyed.words(seed, name, rows, columns, device=device)
+    return 1.0 + ((word & 15) - 7).float() * 2.0**-20 + ((word >> 8) & 7).float() * 2.0**-23
+
+
+def cancelling_gemm(seed: int) -> GemmInputs:
+    """K doubled, the second half negated, its scales moved by a few 2^-20.
+
+    The result is a small difference of large sums, so every rounding on the way shows in it.
+    """
+    rows, columns, half = 96, 256, 512
+    a = codes(seed, "gemm/a", rows, half)
+    w = codes(seed, "gemm/w", columns, half)
+    scale = 1.0 + keyed.uniform(seed, "gemm/sa", rows, half // 128)
+    w_scale = 1.0 + keyed.uniform(seed, "gemm/sb", columns // 128, half // 128)
+    moved = w_scale * nudged(seed, "gemm/move", columns // 128, half // 128)
+    return GemmInputs(
+        a=torch.cat([a, a], 1),
+        a_scale=torch.cat([scale, scale * nudged(seed, "gemm/move_a", rows, half // 128)], 1),
+        w=torch.cat([w, w ^ 0x80], 1),
+        w_scale=torch.cat([w_scale, moved], 1),
+    )
+
+
+def biased_gemm(seed: int) -> GemmInputs:
+    """Ordinary operands and a bias that is no BF16 number."""
+    inputs = cancelling_gemm(seed)
+    bias = keyed.normal(seed, "gemm/bias", 1, inputs.w.shape[0])[0]
+    return GemmInputs(
+        a=inputs.a, a_scale=inputs.a_scale, w=inputs.w, w_scale=inputs.w_scale, bias=bias
+    )
+
+
+def every_gate(seed: int) -> Tensor:
+    """BF16 [rows, 2 * 128], gate then up: pairs on which the forms of SiLU differ after rounding.
+
+    All BF16 gates of 2^-8 .. 2^6 of both signs against all mantissas of up are tried, and those
+    kept on which any form of SiLU gives another BF16 product; ordinary pairs fill the last row.
+    """
+    gate, up = _telling_pairs()
+    missing = -gate.numel() % 128
+    gate = torch.cat([gate, round_bf16(keyed.normal(seed, "gate", 1, missing + 512)[0])])
+    up = torch.cat([up, round_bf16(keyed.normal(seed, "up", 1, missing + 512)[0])])
+    return torch.cat([gate.view(-1, 128), up.view(-1, 128)], 1)
+
+
+@lru_cache(maxsize=1)
+def _telling_pairs() -> tuple[Tensor, Tensor]:
+    # Late: the decisions name this module, and SiLU's forms are decisions.
+    from moe_parity.references.spec.layer_decisions import Silu
+    from moe_parity.references.swiglu import silu
+
+    exponent = torch.arange(119, 134, dtype=torch.int32)
+    word = ((exponent[:, None] << 23) + (torch.arange(128, dtype=torch.int32) << 16)).flatten()
+    gate = from_bits(torch.cat([word, word | -0x80000000]))
+    up = 1.0 + torch.arange(128) / 128.0
+    products = [round_bf16(silu(gate, how)[:, None] * up) for how in Silu]
+    told = torch.zeros(gate.numel(), 128, dtype=torch.bool)
+    for product in products[1:]:
+        told |= bits_of(product) != bits_of(products[0])
+    row, column = told.nonzero(as_tuple=True)
+    return gate[row], up[column]
+
+
+LIMIT = 7.0
+
+
+def gates_at_the_limit(seed: int) -> Tensor:
+    """BF16 [rows, 2 * 128]: gates and ups within two units of the limit 7, both signs."""
+    gate = LIMIT + 4.0 * (keyed.uniform(seed, "limit/gate", 64, 128) - 0.5)
+    up = LIMIT + 4.0 * (keyed.uniform(seed, "limit/up", 64, 128) - 0.5)
+    sign = 1.0 - 2.0 * keyed.integers(seed, "limit/sign", 64, 128, below=2).float()
+    return round_bf16(torch.cat([gate, up * sign], 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineInputs:
+    """A token's expert rows before their rounding to BF16, fp32 [M, k, H], and weights [M, k]."""
+
+    rows: Tensor
+    weights: Tensor
+
+
+def cancelling_rows(seed: int) -> CombineInputs:
+    """Pairs of rows that cancel, far apart in k, beside small terms; full fp32 mantissas."""
+    tokens, k, columns = 64, 8, 256
+    rows = keyed.normal(seed, "rows", tokens * k, columns).view(tokens, k, columns)
+    # The unit in the last place of the large terms is that of the result's BF16.
+    rows[:, 0] = round_bf16(rows[:, 0] * 2.0**16)
+    rows[:, k - 1] = -rows[:, 0]
+    weights = 0.5 + 0.5 * keyed.uniform(seed, "weights", tokens, k)
+    weights[:, k - 1] = from_bits(bits_of(weights[:, 0].contiguous()) + 1)
+    return CombineInputs(rows=rows, weights=weights)

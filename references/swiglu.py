@@ -1,0 +1,68 @@
+"""SwiGLU between the two GEMMs, for any recipe, bit for bit.
+
+Input rows are BF16 [gate | up]; out = silu(gate) * (up + beta) with silu(g) = g * sigmoid(alpha g).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_parity.references import special
+from moe_parity.references.formats import round_bf16, to_f32
+from moe_parity.references.rounding import add_rn, div_rn, f32, mul_rn
+from moe_parity.references.spec.layer_decisions import ClampOrder, ProductRounding, Silu
+from moe_parity.references.spec.recipe import SwigluRecipe
+
+
+def swiglu(gate_up: Tensor, recipe: SwigluRecipe, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:  # fmt: skip  # noqa: E501
+    """Return fp32 [P, I] of BF16 rows [P, 2 * I], BF16 numbers where the recipe rounds.
+
+    ``limit`` clamps, None does not; NaN passes a clamp, as min and max of a GPU's comparison do
+    not: see :func:`_at_most`.
+    """
+    gate, up = to_f32(gate_up).chunk(2, dim=1)
+    clamp = limit is not None and recipe.clamp_order is not ClampOrder.IGNORED
+    bound = f32(limit if limit is not None else 0.0, gate)
+    if clamp:
+        up = _at_least(_at_most(up, bound), -bound)
+        if recipe.clamp_order is ClampOrder.BEFORE:
+            gate = _at_most(gate, bound)
+    value = silu(gate, recipe.silu, alpha)
+    if clamp and recipe.clamp_order is ClampOrder.AFTER:
+        value = _at_most(value, bound)
+    if beta:
+        up = add_rn(up, f32(beta, up))
+    if recipe.product_rounding is ProductRounding.TWICE:
+        value = round_bf16(value)
+    product = mul_rn(value, up)
+    return product if recipe.product_rounding is ProductRounding.NONE else round_bf16(product)
+
+
+def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
+    """Return fp32 g * sigmoid(alpha * g)."""
+    scaled = gate if alpha == 1.0 else mul_rn(gate, f32(alpha, gate))
+    one = f32(1.0, gate)
+    if how in (Silu.MUL_RECIP, Silu.DIV):
+        denominator = add_rn(one, special.cuda_expf(-scaled))
+        if how is Silu.DIV:
+            return div_rn(gate, denominator)
+        return mul_rn(gate, div_rn(one, denominator))
+    if how is Silu.FAST:
+        fast = special.ex2_approx(
+            special.flush(mul_rn(-scaled, f32(special.LOG2_E, gate))), ftz=True
+        )
+        return special.div_approx(gate, special.flush(add_rn(one, fast)), ftz=True)
+    denominator = add_rn(one, special.triton_exp(-scaled))
+    if how is Silu.DIV_FULL:
+        return special.div_full(gate, denominator)
+    return mul_rn(gate, special.div_full(one, denominator))
+
+
+def _at_most(x: Tensor, bound: Tensor) -> Tensor:
+    """Return min(x, bound); a NaN gives the bound, as ``min.f32`` does."""
+    return torch.where(x <= bound, x, bound)
+
+
+def _at_least(x: Tensor, bound: Tensor) -> Tensor:
+    return torch.where(x >= bound, x, bound)
