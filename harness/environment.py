@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 KNOWN_VARIABLES = (
+    "MOE_PARITY_DECODE",
     "MOE_PARITY_DEVICE",
     "MOE_PARITY_PROFILE",
     "MOE_PARITY_SEED",

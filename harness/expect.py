@@ -56,7 +56,8 @@ def skip_reason(kernel: Kernel, case: Case, device: str) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Return the first twelve digits of a file's SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
@@ -75,7 +76,7 @@ def fields(kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: f
         "poison": bool(verdict.check == "write_set"),
         "repro": repro(kernel, case) if verdict.verdict == "fail" else "",
         "seconds": seconds,
-        "sources": {kernel.source.name: _digest(kernel.source)},
+        "sources": {kernel.source.name: digest(kernel.source)},
     }
 
 

@@ -24,22 +24,23 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from torch import Tensor
-
-from moe_parity.kernels.call import Call
 from moe_parity.kernels.errors import KernelError
 from moe_parity.references.spec import Case, Contract, Recipe, Stage
 from moe_parity.references.spec.recipes import ALL
 
 BUILTIN = (
     "moe_parity.kernels.moe_triton.registered",
+    "moe_parity.kernels.moe_triton.registered_layers",
     "moe_parity.kernels.vendors.deepgemm_casts",
     "moe_parity.kernels.vendors.vllm_ops",
 )
 ENTRY_POINTS = "moe_parity.kernels"
 
-Run = Callable[[Call], tuple[Tensor, Tensor]]
+Run = Callable[[Any], Any]
+"""Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``LayerTrace``."""
+
 RecipesOf = Callable[[Case, str], tuple[Recipe, ...]]
 Supports = Callable[[Case, str], str | None]
 

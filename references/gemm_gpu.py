@@ -56,7 +56,7 @@ def _chain_kernel(
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, INTERVAL):
         c = tl.zeros((BM, BN), tl.float32)
-        for step in range(0, (INTERVAL // 32) * STEPS):
+        for step in range((INTERVAL // 32) * STEPS):
             first = start + (step // STEPS) * 32
             part = (step % STEPS) * (32 // STEPS)
             field = (c.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -89,10 +89,7 @@ def _chain_kernel(
             left, right = c * s_b, s_a + tl.zeros((BM, BN), tl.float32)
         else:
             left, right = c, s_a * s_b
-        if FMA:
-            acc = tl.fma(left, right, acc)
-        else:
-            acc = acc + left * right
+        acc = tl.fma(left, right, acc) if FMA else acc + left * right
     out = out_ptr + row[:, None] * N + column[None, :]
     tl.store(out, acc, mask=live[:, None] & column_ok[None, :])
 
@@ -141,7 +138,7 @@ def _with_nan(out: Tensor, a: Tensor, w: Tensor, expert: Tensor) -> Tensor:
     """Put the unit's NaN into rows and columns that hold an E4M3 NaN."""
     if not bool(((a & 0x7F) == 0x7F).any()) and not bool(((w & 0x7F) == 0x7F).any()):
         return out
-    for index in expert[expert >= 0].unique().tolist():
+    for index in sorted(set(expert[expert >= 0].tolist())):
         rows = (expert == index).nonzero()[:, 0]
         out[rows] = mark_nan(out[rows], a[rows], w[index].t())
     return out

@@ -90,6 +90,11 @@ def local_experts(ids: Tensor, experts: Experts) -> Tensor:
     return torch.where(owned, local, -1)
 
 
+def hit(expert: Tensor) -> list[int]:
+    """Return the local experts that some pair takes, ascending."""
+    return sorted(set(expert[expert >= 0].flatten().tolist()))
+
+
 def grouped(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe) -> Tensor:  # fmt: skip  # noqa: E501
     """Return the fp32 accumulators [P, N] of rows [P, K], each with its own expert's [N, K].
 
@@ -106,7 +111,7 @@ def grouped(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tens
 def grouped_plain(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe) -> Tensor:  # fmt: skip  # noqa: E501
     """Return :func:`grouped` as a loop over the experts that are hit."""
     out = torch.zeros((a.shape[0], w.shape[1]), dtype=torch.float32, device=a.device)
-    for index in expert[expert >= 0].unique().tolist():
+    for index in hit(expert):
         rows = (expert == index).nonzero()[:, 0]
         out[rows] = gemms.gemm(a[rows], a_scale[rows], w[index], w_scale[index], recipe)
     return out
@@ -185,7 +190,7 @@ def layer_float64(batch: Routed, experts: Experts, asked: Asked, *, through_bf16
     expert = local_experts(batch.ids, experts).view(batch.ids.shape)
     x = to_f32(batch.x).double()
     out = torch.zeros_like(x)
-    for index in expert[expert >= 0].unique().tolist():
+    for index in hit(expert):
         token, slot = (expert == index).nonzero(as_tuple=True)
         w13 = _dequantized(experts.w13[index], experts.w13_scale[index])
         w2 = _dequantized(experts.w2[index], experts.w2_scale[index])

@@ -20,6 +20,12 @@ from moe_parity.kernels.virtual_gpu import lowering
 from moe_parity.references import formats, rounding, special
 
 F32, BF16, F16, E4M3 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NAMES = {F32: "f32", BF16: "bf16", F16: "fp16", E4M3: "e4m3"}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a type as the ids of tests and cases spell it."""
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 # --- kernels -----------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def test_a_negation_is_what_the_compiler_makes_of_it() -> None:
     assert_same(run1("neg", x), -x if flips else rounding.add_rn(torch.zeros_like(x), -x), x)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name_of)
 @pytest.mark.parametrize("op", ["max", "min", "max_nan", "min_nan"])
 def test_an_extremum_follows_the_rules_for_nan_and_zero(op: str, dtype: torch.dtype) -> None:
     x, y = pairs(dtype)
@@ -245,7 +251,7 @@ def test_an_extremum_follows_the_rules_for_nan_and_zero(op: str, dtype: torch.dt
     assert_same(run2(op, x, y), expected.to(dtype), x, y)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name_of)
 def test_comparisons_compare_values_and_not_bits(dtype: torch.dtype) -> None:
     x, y = pairs(dtype)
     expected = sum(
@@ -256,7 +262,7 @@ def test_comparisons_compare_values_and_not_bits(dtype: torch.dtype) -> None:
     assert_same(run2("where", x, y), torch.where(x > y, x, y), x, y)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=name_of)
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
 def test_narrow_arithmetic_rounds_once(op: str, dtype: torch.dtype) -> None:
     x, y = pairs(dtype)
@@ -295,19 +301,23 @@ CASTS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target", "expected"), CASTS, ids=lambda v: str(v)[6:20])
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    CASTS,
+    ids=[f"{name_of(s)}-to-{name_of(t)}" for s, t, _ in CASTS],
+)
 def test_a_cast_is_its_reference(source: torch.dtype, target: torch.dtype, expected: Any) -> None:
     x = aimed(source)
     assert_same(run1("cast", x, target), expected(x), x)
 
 
-@pytest.mark.parametrize("target", [F32, BF16, F16])
+@pytest.mark.parametrize("target", [F32, BF16, F16], ids=name_of)
 def test_every_e4m3_code_decodes(target: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     assert_same(run1("cast", codes.view(E4M3), target), formats.e4m3_decode(codes).to(target))
 
 
-@pytest.mark.parametrize("source", [torch.int32, torch.int64, torch.uint8, torch.int8])
+@pytest.mark.parametrize("source", [torch.int32, torch.int64, torch.uint8, torch.int8], ids=name_of)
 def test_an_integer_becomes_the_nearest_float(source: torch.dtype) -> None:
     x = aimed().view(torch.int32).long() * 8_388_609 if source is torch.int64 else aimed()
     x = x.view(torch.int32).to(source) if source is not torch.int64 else x

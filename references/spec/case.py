@@ -61,6 +61,19 @@ class Values(_Word):
     """All 2^16 BF16 values in order: a group is one sign and exponent, all mantissas."""
 
 
+class Routing(_Word):
+    """Which experts the tokens choose."""
+
+    UNIFORM = "uniform"
+    """Different experts for a token, all equally likely."""
+    ONE = "one"
+    """Every pair takes one expert."""
+    REPEATED = "repeated"
+    """A token may choose an expert twice."""
+    HOLES = "holes"
+    """Some ids are -1, foreign, or past the last expert."""
+
+
 class Hazard(_Word):
     """What surrounds a call."""
 
@@ -91,6 +104,7 @@ class Case:
     clamp: float | None = None
     ep_rank: int = 0
     ep_size: int = 1
+    routing: Routing = Routing.UNIFORM
     values: Values = Values.NORMAL
     hazard: Hazard = Hazard.NONE
     seed: int = 0
@@ -113,7 +127,7 @@ class Case:
             words.append("c" + f"{self.clamp:g}".replace(".", "p"))
         if self.ep_size > 1:
             words.append(f"ep{self.ep_rank}of{self.ep_size}")
-        for name in ("layout", "dtype", "values", "hazard"):
+        for name in ("layout", "dtype", "routing", "values", "hazard"):
             if getattr(self, name) != _DEFAULTS[name]:
                 words.append(getattr(self, name).value)
         if self.group != _DEFAULTS["group"]:
@@ -128,7 +142,7 @@ class Case:
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
 _ENUMS: tuple[tuple[str, type[_Word]], ...] = (
     ("scale", ScaleFormat), ("layout", ScaleLayout), ("dtype", InputDtype),
-    ("values", Values), ("hazard", Hazard),
+    ("routing", Routing), ("values", Values), ("hazard", Hazard),
 )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ class Stage(StrEnum):
     SWIGLU_QUANT = "swiglu_quant"
     FC2 = "fc2"
     COMBINE = "combine"
+    LAYER = "layer"
+    """All of them: the layer as a whole."""
 
     def __repr__(self) -> str:
         """Return source text, so that a printed case can be pasted."""

@@ -1,0 +1,18 @@
+"""What the harness hands to a layer kernel; it gets a ``LayerTrace`` back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_parity.references.layer import Asked, Experts, Routed
+from moe_parity.references.spec import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCall:
+    """One batch for one rank's experts."""
+
+    case: Case
+    batch: Routed
+    experts: Experts
+    asked: Asked

@@ -1,0 +1,109 @@
+"""A token's bits are its own: alone, in any batch, on both paths; replays too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_parity.harness.checks.layer import rows_of, words
+from moe_parity.harness.expect import Recorder
+from moe_parity.harness.layer_inputs import layer_inputs, routing
+from moe_parity.references.spec import Case, Routing, ScaleFormat, Values
+
+moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
+kernels = pytest.importorskip("moe_parity.kernels.moe_triton.layer_kernels", reason="needs Triton")
+aligning = pytest.importorskip("moe_parity.kernels.moe_triton.align_kernels", reason="needs Triton")
+quantizing = pytest.importorskip("moe_parity.kernels.moe_triton.quant_kernels", reason="needs Triton")  # fmt: skip  # noqa: E501
+
+BASE = Case(m=33, e=4, k=2, h=256, i=256, values=Values.AIMED)
+
+
+def run(batch, experts, **options):
+    names = ("w13", "w13_scale", "w2", "w2_scale", "first")
+    weights = moe.ExpertWeights(**{name: getattr(experts, name) for name in names})
+    return moe.run_moe(batch.x, batch.ids, batch.weights, weights, **options)
+
+
+@pytest.mark.parametrize("scale", [ScaleFormat.FP32, ScaleFormat.UE8M0], ids=lambda s: s.value)
+def test_around_the_threshold(scale: ScaleFormat, parity_device: str, parity_recorder: Recorder):
+    """The same tokens in batches of 33 (large), 32 and 31 (decode), 33 forced, and alone."""
+    made = layer_inputs(dataclasses.replace(BASE, scale=scale), parity_device)
+    two = scale.is_power_of_two
+    full = words(run(made.batch, made.experts, power_of_two=two))
+    compared = wrong = 0
+    batches = [(list(range(n)), None) for n in (31, 32)] + [(list(range(33)), "decode")]
+    batches += [([n], None) for n in (0, 17, 32)] + [([32, 3, 20], None)]
+    for tokens, path in batches:
+        part = run(rows_of(made.batch, tokens), made.experts, power_of_two=two, path=path)
+        wrong += int((words(part) != full[tokens]).sum())
+        compared += part.numel()
+    parity_recorder.add(
+        {
+            "check": "batch_invariant", "verdict": "fail" if wrong else "pass", "recipe": "ours",
+            "kernel": "run_moe", "stage": "layer", "scale": scale.value, "shape": "m31-m32-m33",
+            "compared": compared, "differing": wrong, "bound": "exact",
+            "message": f"{wrong} of {compared} outputs depend on the batch." if wrong else "",
+        }
+    )  # fmt: skip
+    assert not wrong
+
+
+def test_replay_with_changed_routing(parity_device: str):
+    """A recorded launch list replays on new ids and activations, with a larger call in between.
+
+    On a CPU the tape freezes host scalars, grids and tensors, as a CUDA graph does.
+    """
+    if parity_device != "cpu":
+        pytest.skip("a CUDA graph takes its place on a GPU: test_layer_gpu.py")
+    case = dataclasses.replace(BASE, m=3, i=128)
+    made = layer_inputs(case, spoil=False)
+    with virtual_gpu.record() as tape:
+        out = run(made.batch, made.experts)
+    first = out.clone()
+    run(layer_inputs(dataclasses.replace(case, m=6)).batch, made.experts)
+    other = layer_inputs(dataclasses.replace(case, seed=9), spoil=False)
+    made.batch.x.copy_(other.batch.x)
+    for how in (Routing.UNIFORM, Routing.ONE, Routing.HOLES):
+        made.batch.ids.copy_(routing(dataclasses.replace(case, seed=4, routing=how), "cpu"))
+        tape.replay()
+        assert torch.equal(words(out), words(run(made.batch, made.experts)))
+    made.batch.ids.fill_(-1)
+    tape.replay()
+    assert bool((out.view(torch.int16) == 0).all())
+    assert not torch.equal(first.view(torch.int16), out.view(torch.int16))
+
+
+BATCH_DEPENDENT = {
+    (quantizing, "act_quant_kernel"): {"rows"},
+    (quantizing, "act_quant_packed_kernel"): {"rows"},
+    (aligning, "align_small_kernel"): {"pairs", "blocks"},
+    (aligning, "count_kernel"): {"pairs"},
+    (aligning, "prefix_kernel"): {"blocks"},
+    (aligning, "place_kernel"): {"pairs"},
+    (kernels, "gemm_kernel"): {"pairs"},
+    (kernels, "swiglu_quant_kernel"): {"pairs"},
+}
+
+
+@pytest.mark.parametrize(("module", "name"), BATCH_DEPENDENT, ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip  # noqa: E501
+def test_no_integer_of_the_batch_is_specialised(module, name: str):
+    """A specialised integer compiles anew for 1 and for multiples of 16, inside a served step."""
+    kernel = getattr(module, name)
+    kept = {p.name for p in kernel.params if p.do_not_specialize}
+    assert BATCH_DEPENDENT[module, name] <= kept
+    integers = {p.name for p in kernel.params if not p.is_constexpr and not p.name.endswith("_ptr")}
+    strides = {n for n in integers if n.endswith(("_row", "_column"))}
+    weights = {"groups", "columns"} if module is quantizing else set()
+    assert integers - kept - strides <= weights, f"{name} specialises {integers - kept - strides}"
+
+
+def test_none_weights_are_ones_and_no_token_is_no_work(parity_device: str):
+    made = layer_inputs(dataclasses.replace(BASE, m=2, i=128), parity_device)
+    ones = dataclasses.replace(made.batch, weights=torch.ones_like(made.batch.weights))
+    none = dataclasses.replace(made.batch, weights=None)
+    assert torch.equal(words(run(ones, made.experts)), words(run(none, made.experts)))
+    empty = run(rows_of(made.batch, []), made.experts)
+    assert empty.shape == (0, 256)

@@ -1,0 +1,213 @@
+"""Which path ``run_moe`` takes, tested through ``run_moe`` with fakes that see all arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+
+from moe_parity.harness.layer_inputs import layer_inputs
+from moe_parity.kernels import KernelError
+from moe_parity.references.spec import Case, Routing
+
+moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+dispatch = pytest.importorskip("moe_parity.kernels.dispatch", reason="needs Triton")
+
+CASE = Case(m=4, e=4, k=2, h=128, i=128)
+
+
+def weights_of(experts, **changes):
+    names = ("w13", "w13_scale", "w2", "w2_scale", "first", "bias13", "bias2")
+    return moe.ExpertWeights(**{name: getattr(experts, name) for name in names} | changes)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Replace both paths by fakes; return the list of (path, arguments by name)."""
+    calls = []
+
+    def fake(path):
+        signature = inspect.signature(getattr(moe, f"_{path}"))
+
+        def record(*args):
+            bound = signature.bind(*args)
+            calls.append((path, dict(bound.arguments)))
+            given = bound.arguments
+            empty = torch.empty(0)
+            return moe.Stages(
+                choice=given["choice"], act_codes=empty, act_scales=empty, aligned=None, fc1=empty,
+                mid_codes=empty, mid_scales=empty, fc2=empty, out=given["out"],
+            )  # fmt: skip
+
+        return record
+
+    for path in ("decode", "large"):
+        monkeypatch.setattr(moe, f"_{path}", fake(path))
+    return calls
+
+
+def call(m: int = 4, **changes):
+    """Run the layer on m tokens with one thing changed."""
+    made = layer_inputs(dataclasses.replace(CASE, m=m))
+    experts = weights_of(made.experts)
+    if changes.pop("bias", False):
+        experts = weights_of(made.experts, bias13=torch.zeros(4, 256))
+    x = made.batch.x
+    if changes.pop("quantized", False):
+        x = torch.zeros(m, 128, dtype=torch.uint8)
+        changes["x_scale"] = torch.ones(m, 1)
+    if changes.pop("own_out", False):
+        changes["out"] = torch.empty(m, 128, dtype=torch.bfloat16)
+    moe.run_moe(x, made.batch.ids, made.batch.weights, experts, **changes)
+    return x, made.batch, experts
+
+
+CALLS = [
+    ("decode", 0, {}, "every condition"),
+    ("decode", 1, {}, "every condition"),
+    ("decode", 31, {}, "every condition"),
+    ("decode", 32, {}, "every condition"),
+    ("large", 33, {}, "more than 32 tokens"),
+    ("decode", 4, {"limit": 7.0}, "every condition"),
+    ("decode", 4, {"limit": 7.0, "clamp": "after"}, "every condition"),
+    ("large", 4, {"limit": torch.full((4,), 7.0)}, "the clamp is a tensor"),
+    ("large", 4, {"alpha": 1.702, "beta": 1.0}, "alpha or beta"),
+    ("large", 4, {"bias": True}, "the experts have a bias"),
+    ("large", 4, {"own_out": True}, "the caller gives the output"),
+    ("large", 4, {"quantized": True}, "already quantized"),
+    ("large", 4, {"path": "large"}, "was asked for"),
+    ("decode", 64, {"path": "decode"}, "was asked for"),
+    ("decode", 4, {"out_dtype": torch.float32}, "every condition"),
+]
+
+
+@pytest.mark.parametrize(("path", "m", "changes", "reason"), CALLS, ids=lambda v: None if isinstance(v, dict) else str(v).replace(" ", "_"))  # fmt: skip  # noqa: E501
+def test_conditions(path: str, m: int, changes: dict, reason: str, taken):
+    """Each condition alone decides; the path sees what the caller gave, all of it."""
+    x, batch, experts = call(m, **dict(changes))
+    ((took, given),) = taken
+    assert took == path
+    assert reason in given["choice"].reason
+    assert given["x"] is x
+    assert given["ids"] is batch.ids
+    assert given["weights"] is batch.weights
+    assert given["experts"] is experts
+    assert given["power_of_two"] is False
+    assert given["out"].shape == x.shape
+    assert given["out"].dtype is changes.get("out_dtype", torch.bfloat16)
+    how = given["how"]
+    limit = changes.get("limit")
+    assert how.clamp == ("none" if limit is None else changes.get("clamp", "before"))
+    assert (how.limits is limit) if isinstance(limit, torch.Tensor) else how.limits is None
+    assert how.limit == (limit if isinstance(limit, float) else 0.0)
+    assert (how.alpha, how.beta) == (changes.get("alpha", 1.0), changes.get("beta", 0.0))
+    assert (given["x_scale"] is not None) == ("quantized" in changes)
+
+
+def test_every_condition_is_tested():
+    reasons = {reason for _, _, _, reason in CALLS}
+    for condition in dispatch.CONDITIONS:
+        if condition.name != "dtype":  # refused, below
+            assert any(reason in condition.otherwise for reason in reasons), condition.name
+
+
+def test_opt_out_is_read_once(monkeypatch, taken):
+    dispatch.opted_out.cache_clear()
+    monkeypatch.setenv(dispatch.OPT_OUT, "0")
+    call(4)
+    monkeypatch.setenv(dispatch.OPT_OUT, "1")
+    call(4)
+    dispatch.opted_out.cache_clear()
+    assert [path for path, _ in taken] == ["large", "large"]
+    assert taken[0][1]["choice"].reason == "MOE_PARITY_DECODE=0 turns the decode path off."
+    monkeypatch.setenv(dispatch.OPT_OUT, "yes")
+    with pytest.raises(KernelError, match="MOE_PARITY_DECODE must be 0 or 1, got 'yes'"):
+        call(4)
+    dispatch.opted_out.cache_clear()
+
+
+def test_the_reason_is_logged_once(caplog, taken):
+    dispatch.log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="moe_parity"):
+        call(4)
+        call(4)
+        call(33)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "run_moe takes the decode path: every condition of the decode path holds.",
+        "run_moe takes the large path: more than 32 tokens.",
+    ]
+    assert len(taken) == 3
+
+
+REFUSED = [
+    ({"lora": object()}, "LoRA needs the BF16 activation"),
+    ({"path": "decode", "alpha": 2.0}, "cannot be forced: alpha or beta"),
+    ({"path": "decode", "bias": True}, "cannot be forced: the experts have a bias"),
+    ({"path": "fast"}, "'fast' is not a valid Path"),
+    ({"limit": -1.0}, "limit must be positive, got -1.0"),
+    ({"limit": float("nan")}, "limit must be positive, got nan"),
+    ({"limit": torch.ones(3)}, r"limit must be contiguous torch.float32 \[4\]"),
+    ({"clamp": "during", "limit": 1.0}, "clamp must be 'before' or 'after'"),
+    ({"out_dtype": torch.int32}, "the output is bf16, fp16 or fp32"),
+    ({"out": torch.empty(3, 128, dtype=torch.bfloat16)}, r"out must be torch.bfloat16 \[4, 128\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED)
+def test_refusals(changes: dict, sentence: str, taken):
+    with pytest.raises(ValueError, match=sentence):
+        call(4, **dict(changes))
+    assert not taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
+def test_other_input_types_are_refused(dtype: torch.dtype, taken):
+    made = layer_inputs(CASE)
+    with pytest.raises(KernelError, match="x must be bfloat16, or uint8 codes with x_scale"):
+        moe.run_moe(made.batch.x.to(dtype), made.batch.ids, None, weights_of(made.experts))
+    assert not taken
+
+
+def test_values_are_checked_at_registration_and_on_demand(taken):
+    made = layer_inputs(CASE, spoil=False)
+    good = weights_of(made.experts)
+    assert moe.register_experts(good) is good
+    bad = made.experts.w2_scale.clone()
+    bad[1, 0, 0] = float("nan")
+    broken = weights_of(made.experts, w2_scale=bad)
+    with pytest.raises(KernelError, match=r"w2_scale\[1, 0, 0\] is nan"):
+        moe.register_experts(broken)
+    moe.run_moe(made.batch.x, made.batch.ids, None, broken)
+    with pytest.raises(KernelError, match=r"w2_scale\[1, 0, 0\] is nan"):
+        moe.run_moe(made.batch.x, made.batch.ids, None, broken, validate=True)
+    with pytest.raises(KernelError, match="must be multiples of 128"):
+        moe.register_experts(weights_of(made.experts, w13=torch.zeros(4, 200, 128).byte()))
+    assert len(taken) == 1
+
+
+def test_expert_parallelism_with_an_offset():
+    """Foreign ids, -1 and ids past the end are dropped; experts not touched hold NaN throughout."""
+    case = Case(
+        m=6, e=16, k=4, h=128, i=128, ep_rank=2, ep_size=4, routing=Routing.HOLES
+    )  # fmt: skip
+    made = layer_inputs(case)
+    out = moe.run_moe(made.batch.x, made.batch.ids, made.batch.weights, weights_of(made.experts))
+    assert bool(torch.isfinite(out.float()).all())
+    local = made.batch.ids.long() - made.experts.first
+    none = ((local < 0) | (local >= 4)).all(1)
+    assert bool((out[none].view(torch.int16) == 0).all())
+    wide = moe.run_moe(made.batch.x, made.batch.ids.long(), made.batch.weights, weights_of(made.experts))  # fmt: skip  # noqa: E501
+    assert torch.equal(out.view(torch.int16), wide.view(torch.int16))
+
+
+def test_docs_table_is_generated():
+    """docs/dispatch.md holds the table that the code makes."""
+    page = FilePath(__file__).resolve().parent.parent / "docs" / "dispatch.md"
+    if not page.exists():
+        pytest.skip("the docs are not installed with the package")
+    assert dispatch.table() in page.read_text()

@@ -1,0 +1,163 @@
+"""The layer on a real GPU: model shapes, CUDA graphs, no waiting, no compilation while serving."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_parity.harness.checks.layer import check_layer, run_layer, stages, words
+from moe_parity.harness.expect import Recorder
+from moe_parity.harness.expect_layer import fields
+from moe_parity.harness.layer_inputs import (
+    LayerInputs,
+    asked_of,
+    batch_of,
+    experts_of,
+    layer_inputs,
+    poison,
+    routing,
+)
+from moe_parity.harness.shapes import DECODE_TOKENS, MODELS, Shape
+from moe_parity.harness.verdict import Verdict
+from moe_parity.kernels import find
+from moe_parity.references import aims_layer, layer
+from moe_parity.references.formats import bits_of
+from moe_parity.references.spec import Case, Routing, ScaleFormat, Values, neighbours
+from moe_parity.references.spec.recipe import GemmRecipe
+
+moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+
+FORMATS = (ScaleFormat.FP32, ScaleFormat.UE8M0)
+
+
+def weights_of(experts):
+    names = ("w13", "w13_scale", "w2", "w2_scale", "first")
+    return moe.ExpertWeights(**{name: getattr(experts, name) for name in names})
+
+
+def test_the_gpu_form_of_the_reference_is_the_plain_one(parity_gpu: str):
+    """Every GEMM recipe beside the plain loop, on small differences of large sums."""
+    made = aims_layer.cancelling_gemm(0)
+    a, a_scale, w, w_scale = (t.to(parity_gpu) for t in (made.a, made.a_scale, made.w, made.w_scale))  # fmt: skip  # noqa: E501
+    w, w_scale = torch.stack([w, w.roll(1, 1)]), torch.stack([w_scale, w_scale * 1.5])
+    expert = torch.arange(a.shape[0], device=parity_gpu) % 3 - 1
+    for recipe in [GemmRecipe(), *(r for _, _, r in neighbours(GemmRecipe()))]:
+        fast = layer.grouped(a, a_scale, w, w_scale, expert, recipe)
+        plain = layer.grouped_plain(a, a_scale, w, w_scale, expert, recipe)
+        assert torch.equal(bits_of(fast), bits_of(plain)), recipe
+
+
+def batches(case: Case, device: str):
+    """Yield (case, inputs) for every number of tokens; the experts are made once."""
+    kept, asked = experts_of(case, device), asked_of(case)
+    for m in DECODE_TOKENS:
+        sized = dataclasses.replace(case, m=m)
+        batch = batch_of(sized, device)
+        experts = dataclasses.replace(
+            kept, w13=kept.w13.clone(), w13_scale=kept.w13_scale.clone(), w2=kept.w2.clone(),
+            w2_scale=kept.w2_scale.clone(),
+        )  # fmt: skip
+        poison(batch, experts)
+        yield sized, LayerInputs(batch=batch, experts=experts, asked=asked)
+
+
+@pytest.mark.parametrize("scale", FORMATS, ids=lambda s: s.value)
+@pytest.mark.parametrize("shape", MODELS, ids=lambda s: s.name)
+def test_model_shapes(shape: Shape, scale: ScaleFormat, parity_gpu: str, parity_recorder: Recorder):
+    """Every stage of the decode path, and the large path equal to it, at 1 to 64 tokens."""
+    clamp = 7.0 if scale is ScaleFormat.UE8M0 else None
+    base = shape.case(Case(scale=scale, values=Values.AIMED, clamp=clamp), m=1)
+    decode, large = find("ours_decode"), find("ours_large")
+    red = []
+    for case, inputs in batches(base, parity_gpu):
+        for verdict in check_layer(decode, case, parity_gpu, inputs=inputs, whole=False):
+            parity_recorder.add(fields(decode, case, parity_gpu, verdict, 0.0))
+            red += [verdict.message] if verdict.verdict == "fail" else []
+        left, right = (run_layer(kernel, case, inputs) for kernel in (decode, large))
+        wrong = compared = 0
+        for (_, a, _), (_, b, _) in zip(stages(left, inputs), stages(right, inputs), strict=True):
+            for name in a:
+                wrong += int((words(a[name]) != words(b[name])).sum())
+                compared += a[name].numel()
+        message = f"{wrong} of {compared} outputs differ between the paths at m = {case.m}."
+        verdict = Verdict(
+            check="paths_agree", verdict="fail" if wrong else "pass", compared=compared,
+            differing=wrong, message=message if wrong else "",
+        )  # fmt: skip
+        parity_recorder.add(fields(large, case, parity_gpu, verdict, 0.0))
+        red += [message] if wrong else []
+    assert not red, red[0]
+
+
+GRAPHED = Case(m=8, e=32, k=4, h=512, i=256, ep_rank=1, ep_size=2)
+
+
+@pytest.mark.parametrize("path", ["decode", "large"])
+def test_graph_replay(path: str, parity_gpu: str):
+    """A captured call replays on new ids and activations, with a larger eager call in between."""
+    made = layer_inputs(GRAPHED, parity_gpu, spoil=False)
+    x, ids, given = made.batch.x, made.batch.ids, made.batch.weights
+    experts = weights_of(made.experts)
+    moe.prewarm(experts, topk=GRAPHED.k)
+    moe.run_moe(x, ids, given, experts, path=path)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe.run_moe(x, ids, given, experts, path=path)
+    bigger = layer_inputs(dataclasses.replace(GRAPHED, m=96), parity_gpu, spoil=False)
+    for seed, how in enumerate((Routing.UNIFORM, Routing.ONE, Routing.HOLES, Routing.REPEATED)):
+        other = dataclasses.replace(GRAPHED, seed=seed + 1, routing=how)
+        x.copy_(layer_inputs(other, parity_gpu, spoil=False).batch.x)
+        ids.copy_(routing(other, parity_gpu))
+        moe.run_moe(bigger.batch.x, bigger.batch.ids, bigger.batch.weights, experts)
+        graph.replay()
+        eager = moe.run_moe(x, ids, given, experts, path=path)
+        torch.cuda.synchronize()
+        assert torch.equal(words(out), words(eager)), f"replay with {how} differs"
+    ids.fill_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((out.view(torch.int16) == 0).all())
+
+
+def compiled_kernels() -> int:
+    """Count the binaries of all our kernels."""
+    from triton import JITFunction
+
+    from moe_parity.kernels.moe_triton import align_kernels, layer_kernels, quant_kernels
+
+    kernels = {
+        id(value): value
+        for module in (align_kernels, layer_kernels, quant_kernels)
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    }
+    return sum(len(cache[0]) for k in kernels.values() for cache in k.device_caches.values())
+
+
+def test_nothing_is_compiled_and_nothing_waits(parity_gpu: str, parity_recorder: Recorder):
+    """After ``prewarm`` every batch of 1 to 70 tokens runs as it is, without a host sync."""
+    made = layer_inputs(dataclasses.replace(GRAPHED, m=70), parity_gpu, spoil=False)
+    experts = weights_of(made.experts)
+    moe.prewarm(experts, topk=GRAPHED.k)
+    warmed = compiled_kernels()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for m in range(71):
+            batch = made.batch
+            moe.run_moe(batch.x[:m], batch.ids[:m], batch.weights[:m], experts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    grown = compiled_kernels() - warmed
+    message = f"{grown} kernels were compiled while serving, after {warmed} in prewarm."
+    parity_recorder.add(
+        {
+            "check": "no_recompile", "verdict": "fail" if grown else "pass", "kernel": "run_moe",
+            "stage": "layer", "compared": 71, "differing": grown, "device": "cuda",
+            "message": message if grown else "",
+        }
+    )  # fmt: skip
+    assert warmed > 0
+    assert not grown, message
