@@ -28,6 +28,7 @@ class Verdict:
     nearest_mutant: str = ""
     mutant_distance: int | None = None
     """Outputs that tell the nearest mutant."""
+    rel_err_bf16: float | None = None
     rel_err_f64: float | None = None
 
     def fields(self) -> dict[str, Any]:

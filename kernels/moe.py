@@ -163,15 +163,26 @@ def _layer(choice: Choice, x: Tensor, x_scale: Tensor | None, ids: Tensor, weigh
     )  # fmt: skip
 
 
-def prewarm(experts: ExpertWeights, *, topk: int, tokens: Iterable[int] = (1, 2, 4, 8, 16, 32, 33), power_of_two: bool = False, limit: float | None = None, clamp: str = "before") -> int:  # fmt: skip  # noqa: E501
+def token_classes(topk: int) -> tuple[int, ...]:
+    """Return numbers of tokens that between them meet every class of kernels.
+
+    The classes are the powers of two of the rows that are quantized (up to 32), of the pairs that
+    one program aligns (16 to 128), and the alignment of more pairs.
+    """
+    rows = {1, 2, 4, 8, 16, 32, 33}
+    pairs = (16, 32, 64, stages.SMALL_PAIRS, stages.SMALL_PAIRS + 1)
+    return tuple(sorted(rows | {-(-count // topk) for count in pairs} | {p // topk for p in pairs if p >= topk}))  # fmt: skip  # noqa: E501
+
+
+def prewarm(experts: ExpertWeights, *, topk: int, tokens: Iterable[int] | None = None, power_of_two: bool = False, limit: float | None = None, clamp: str = "before") -> int:  # fmt: skip  # noqa: E501
     """Compile every kernel class of both paths on these weights' shapes; return the calls made.
 
-    Batch-dependent integers are not specialised, so these few sizes stand for all: the classes
-    differ in the powers of two of the small alignment and in the tile of a block.
+    Batch-dependent integers are not specialised, so a few sizes stand for all:
+    :func:`token_classes`, unless ``tokens`` names others.
     """
     hidden = experts.w13.shape[2]
     calls = 0
-    for count in tokens:
+    for count in token_classes(topk) if tokens is None else tokens:
         x = torch.zeros((count, hidden), dtype=torch.bfloat16, device=experts.w13.device)
         ids = torch.full((count, topk), -1, dtype=torch.int32, device=x.device)
         weights = torch.ones((count, topk), dtype=torch.float32, device=x.device)

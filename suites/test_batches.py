@@ -100,6 +100,30 @@ def test_no_integer_of_the_batch_is_specialised(module, name: str):
     assert integers - kept - strides <= weights, f"{name} specialises {integers - kept - strides}"
 
 
+@pytest.mark.parametrize("topk", [1, 2, 3, 4, 6, 8, 9, 22])
+def test_prewarm_meets_every_class(topk: int, monkeypatch):
+    """Every kernel with every compile-time constant of any batch up to 200 tokens was prewarmed."""
+    stages, quant = moe.stages, moe.quant
+    seen = set()
+
+    def note(kernel, grid, *args, **options):  # noqa: ARG001
+        types = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else "" for a in args)
+        seen.add((kernel.fn.__name__, types, tuple(sorted(options.items()))))
+
+    monkeypatch.setattr(stages, "dispatch", note)
+    monkeypatch.setattr(quant, "dispatch", note)
+    case = Case(m=200, e=32, k=topk, h=128, i=128)
+    made = layer_inputs(case, spoil=False)
+    names = ("w13", "w13_scale", "w2", "w2_scale", "first")
+    experts = moe.ExpertWeights(**{name: getattr(made.experts, name) for name in names})
+    moe.prewarm(experts, topk=topk)
+    warmed = set(seen)
+    for m in range(1, 200):
+        run(rows_of(made.batch, list(range(m))), made.experts)
+    assert len(warmed) > 10
+    assert seen == warmed, f"not prewarmed: {sorted(map(str, seen - warmed))}"
+
+
 def test_none_weights_are_ones_and_no_token_is_no_work(parity_device: str):
     made = layer_inputs(dataclasses.replace(BASE, m=2, i=128), parity_device)
     ones = dataclasses.replace(made.batch, weights=torch.ones_like(made.batch.weights))

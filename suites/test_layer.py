@@ -65,9 +65,15 @@ SHAPES = [
 ]
 
 
+SHAPES += [
+    _param(kernel, Case(m=m, e=16, k=1, h=128, i=128))
+    for kernel, m in itertools.product(KERNELS, (127, 128, 129))
+]
+
+
 @pytest.mark.parametrize(("kernel", "case"), SHAPES)
 def test_odd_shapes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
-    """72 and 5 experts, k = 1, 6, 9 and 22."""
+    """72 and 5 experts, k = 1, 6, 9 and 22; 127, 128 and 129 pairs."""
     expect_layer(kernel, case, parity_device, parity_recorder)
 
 

@@ -191,15 +191,16 @@ def whole_layer(kernel: Kernel, case: Case, trace: LayerTrace, expected: LayerTr
         compared=trace.out.numel(),
         differing=wrong,
         message=text if wrong else "",
-        rel_err_f64=_relative_error(case, trace, inputs),
+        rel_err_bf16=_relative_error(case, trace, inputs, through_bf16=True),
+        rel_err_f64=_relative_error(case, trace, inputs, through_bf16=False),
     )
 
 
-def _relative_error(case: Case, trace: LayerTrace, inputs: LayerInputs) -> float | None:
-    """Return the L2 distance to the float64 layer, relative; None where it means nothing."""
+def _relative_error(case: Case, trace: LayerTrace, inputs: LayerInputs, *, through_bf16: bool) -> float | None:  # fmt: skip  # noqa: E501
+    """Return the L2 distance to the unquantized layer, relative; None where it means nothing."""
     if case.values.value != "normal" or case.m * case.i * case.h > 1 << 24:
         return None
-    exact = ref.layer_float64(inputs.batch, inputs.experts, inputs.asked)
+    exact = ref.layer_float64(inputs.batch, inputs.experts, inputs.asked, through_bf16=through_bf16)
     norm = float(exact.norm())
     return float((trace.out.double() - exact).norm()) / norm if norm else None
 

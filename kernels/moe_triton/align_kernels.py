@@ -23,9 +23,12 @@ def local_expert(ids_ptr, pair, live, first, experts):
 @triton.jit(do_not_specialize=["pairs", "first", "experts", "blocks"])
 def align_small_kernel(
     ids_ptr, slots_ptr, block_expert_ptr, pairs, first, experts, blocks,
-    PAIRS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Align up to PAIRS pairs in one program, every pair compared with every other."""
+    """Align up to PAIRS pairs in one program, every pair compared with every other.
+
+    PAIRS is the only size that is compiled in: there are never more blocks than pairs.
+    """
     i = tl.arange(0, PAIRS)
     mine = local_expert(ids_ptr, i, i < pairs, first, experts)
     j = tl.arange(0, PAIRS)
@@ -46,7 +49,7 @@ def align_small_kernel(
     lane = (used[:, None] - 1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     empty = (owned & (rank == 0))[:, None] & (lane >= count[:, None])
     tl.store(slots_ptr + start[:, None] * BLOCK + lane, pairs + 0 * lane, mask=empty)
-    block = tl.arange(0, BLOCKS)
+    block = tl.arange(0, PAIRS)
     spare = (block >= tl.sum(blocks_j, 0)) & (block < blocks)
     tl.store(block_expert_ptr + block, -1 + 0 * block, mask=spare)
 

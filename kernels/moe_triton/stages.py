@@ -55,8 +55,7 @@ def align(ids: Tensor, first: int, experts: int, block: int) -> Alignment:
         dispatch(
             align_kernels.align_small_kernel, (1,),
             ids, slots, block_expert, pairs, first, experts, blocks,
-            PAIRS=max(16, 1 << (pairs - 1).bit_length()),
-            BLOCKS=max(16, 1 << (blocks - 1).bit_length()), BLOCK=block, num_warps=4,
+            PAIRS=max(16, 1 << (pairs - 1).bit_length()), BLOCK=block, num_warps=4,
         )  # fmt: skip
     else:
         counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
