@@ -62,8 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
     repro = add("repro", "run again what a record is about")
-    repro.add_argument("id", metavar="ID", help="the id of a record, as a report gives it")
+    repro.add_argument("id", metavar="ID", help="<kernel>-<case id>, as a failure prints it")
     repro.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
+    repro.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="load this kernel file first",
+    )
+    repro.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
     _add_witness(add("witness", "record bits of real kernels, or replay them without a GPU"))
     return parser
 
@@ -175,7 +183,11 @@ def _recipes(_: argparse.Namespace) -> int:
 def _repro(args: argparse.Namespace) -> int:
     from moe_parity.harness import repro
 
-    return repro.run(args.id, args.seed)
+    if args.device is not None:
+        from moe_parity.harness.plugin import choose_device
+
+        choose_device(args.device)
+    return repro.run(args.id, args.seed, args.device, args.kernel)
 
 
 def _witness(args: argparse.Namespace) -> int:

@@ -14,9 +14,10 @@ import pytest
 from moe_parity.harness.checks.quant import check_quant
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel
+from moe_parity.kernels.registry import builtin
 from moe_parity.references.spec import Case, Stage
 
-CPU_PROGRAMS = 700
+CPU_PROGRAMS = 500
 """Programs of a Triton kernel that one case may cost on a CPU, some ten milliseconds each."""
 
 CPU_OUTPUTS = 1 << 22
@@ -43,8 +44,9 @@ def over_budget(kernel: Kernel, case: Case) -> str | None:
 
 
 def repro(kernel: Kernel, case: Case) -> str:
-    """Return the command that runs this case again."""
-    return f"parity repro '{kernel.name}-{case.id}' --seed {case.seed}"
+    """Return the command that runs this case again; it loads a kernel's own file first."""
+    file = "" if builtin(kernel) else f" --kernel {kernel.source}"
+    return f"parity repro '{kernel.name}-{case.id}' --seed {case.seed}{file}"
 
 
 def skip_reason(kernel: Kernel, case: Case, device: str) -> str | None:
@@ -57,8 +59,12 @@ def skip_reason(kernel: Kernel, case: Case, device: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def digest(path: Path) -> str:
-    """Return the first twelve digits of a file's SHA-256."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    """Return twelve digits of the SHA-256 of a file, or of all of the package that it is in."""
+    total = hashlib.sha256()
+    inside = (path.parent / "__init__.py").exists()
+    for source in sorted(path.parent.glob("*.py")) if inside else [path]:
+        total.update(source.read_bytes())
+    return total.hexdigest()[:12]
 
 
 def fields(kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: float) -> dict[str, Any]:  # fmt: skip  # noqa: E501

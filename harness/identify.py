@@ -26,6 +26,22 @@ def identify(stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: Quan
     ]
 
 
+def identify_apart(stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: QuantRecipe) -> str:  # fmt: skip  # noqa: E501
+    """Say which changes give the codes alone and which the scales alone; empty if none does.
+
+    One wrong division often moves two decisions: the scale and what elements are divided by.
+    """
+    codes, scales = [], []
+    for mutant in mutants(recipe):
+        other = reference(stage, case, x, mutant.recipe)
+        if torch.equal(other.codes, got.codes):
+            codes.append(mutant.name)
+        if torch.equal(bits_of(other.scales), bits_of(got.scales)):
+            scales.append(mutant.name)
+    parts = [("codes", codes), ("scales", scales)]
+    return "; ".join(f"the {what} match with {' or '.join(n)}" for what, n in parts if n)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Power:
     """What a set of inputs could have shown."""

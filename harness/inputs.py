@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_parity.harness.mutants import cast_input
 from moe_parity.references import aims, keyed
 from moe_parity.references.formats import from_bits
-from moe_parity.references.spec import Case, Hazard, QuantRecipe, Stage, Values, decisions
+from moe_parity.references.spec import Case, Hazard, Stage, Values
 
 _GAP = 8
 """Elements between the rows of a strided input; a multiple of 16 bytes for two-byte types."""
@@ -72,8 +72,7 @@ def _special(case: Case, x: Tensor) -> Tensor:
 @lru_cache(maxsize=4)
 def aimed_pool(seed: int) -> Tensor:
     """Return the aimed groups of every quantization decision, fp32 [groups, 128], interleaved."""
-    aimed = {d.name: d.aim for d in decisions(QuantRecipe).values()}
-    pool = torch.cat([aim(seed) for aim in dict.fromkeys(aimed.values())])
+    pool = torch.cat([aim(seed) for aim in aims.POOL])
     order = keyed.words(seed, "pool", 1, pool.shape[0])[0].argsort()
     return pool[order]
 
@@ -104,10 +103,12 @@ def _aimed_tiles(seed: int, rows: int, columns: int) -> Tensor:
 
 
 def embed(x: Tensor, hazard: Hazard) -> Tensor:
-    """Return ``x`` as the hazard wants it: itself, a view with NaN in its gaps, or transposed."""
+    """Return ``x`` as the hazard wants it: itself, a view with gaps, or transposed."""
     rows, columns = x.shape
     if hazard is Hazard.STRIDED:
-        wide = torch.full((rows, columns + _GAP), float("nan"), dtype=x.dtype, device=x.device)
+        # The largest number, not NaN, which most recipes ignore: whoever reads a gap shows it.
+        largest = torch.finfo(x.dtype).max
+        wide = torch.full((rows, columns + _GAP), largest, dtype=x.dtype, device=x.device)
         wide[:, :columns] = x
         return wide[:, :columns]
     return x.t().contiguous().t() if hazard is Hazard.TRANSPOSED else x

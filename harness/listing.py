@@ -44,6 +44,9 @@ def _rows(part: QuantRecipe) -> Iterator[tuple[str, str, str, str]]:
         if name not in told or found.told.total < told[name][0].told.total:
             told[name] = (found, mutant.option.value)
     for field, decision in decisions(part).items():
+        if decision.name not in told:
+            yield decision.name, getattr(part, field).value, "-", "shows beside other options only"
+            continue
         found, option = told[decision.name]
         where = f"{option} ({found.dtype}, {found.scale})"
         yield decision.name, getattr(part, field).value, str(found.told.total), where

@@ -12,8 +12,8 @@ from moe_parity.references.formats import row_major
 GUARD = 4096
 """Bytes of poison before and after every output; keeps 16-byte alignment."""
 
-POISONS = (0xAB, 0x5C)
-"""Two fills: a byte that equals its fill under both was not written."""
+POISONS = (0xFF, 0x5C)
+"""Two fills: a byte that equals its fill under both was not written.  The first is a NaN."""
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,8 @@ class Output:
     storage: Tensor
     """The whole allocation, uint8 [bytes]."""
     poison: int
+    owned: int
+    """Bytes from the view's start to the end of its padding."""
 
     def written_bytes(self) -> Tensor:
         """Return a mask over the storage: bytes that belong to the view."""
@@ -34,14 +36,17 @@ class Output:
         mask.as_strided(self.view.shape, self.view.stride(), offset).fill_(True)
         return mask.repeat_interleave(size)
 
-    def trespass(self, zeros_allowed: bool) -> int | None:
-        """Return the byte offset, relative to the output, of a write beside it, or None."""
+    def trespass(self, pads_zero: bool) -> int | None:
+        """Return the byte offset, relative to the output, of a wrong byte beside it, or None.
+
+        Guards and gaps must be as they were; with ``pads_zero`` the gaps must be zeros instead.
+        """
         storage = self.storage.cpu()
-        beside = ~self.written_bytes()
-        changed = beside & (storage != self.poison)
-        if zeros_allowed:
-            changed &= storage != 0
-        return int(changed.nonzero()[0, 0]) - GUARD if bool(changed.any()) else None
+        wrong = ~self.written_bytes()
+        inside = torch.zeros_like(wrong)
+        inside[GUARD : GUARD + self.owned] = pads_zero
+        wrong &= torch.where(inside, storage != 0, storage != self.poison)
+        return int(wrong.nonzero()[0, 0]) - GUARD if bool(wrong.any()) else None
 
 
 @dataclass(kw_only=True)
@@ -62,14 +67,22 @@ class PoisonedAllocator:
         count = GUARD + -(-(extent + pad) * size // 16) * 16 + GUARD
         storage = torch.full((count,), self.poison, dtype=torch.uint8, device=self.device)
         view = storage.view(dtype).as_strided(shape, strides, GUARD // size)
-        self.outputs.append(Output(name=name, view=view, storage=storage, poison=self.poison))
+        self.outputs.append(
+            Output(
+                name=name,
+                view=view,
+                storage=storage,
+                poison=self.poison,
+                owned=(extent + pad) * size,
+            )
+        )
         return view
 
 
 def unwritten(first: Output, second: Output) -> tuple[int, ...] | None:
     """Return the index of an element that kept its poison under both fills, or None."""
     kept = (_bytes(first) == first.poison) & (_bytes(second) == second.poison)
-    left = kept.all(-1)
+    left = kept.any(-1)  # a byte that was written cannot equal both fills
     return tuple(int(n) for n in left.nonzero()[0]) if bool(left.any()) else None
 
 

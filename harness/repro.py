@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moe_parity.harness import environment
+from moe_parity.harness.checks.layer import check_layer
 from moe_parity.harness.checks.quant import check_quant
 from moe_parity.harness.errors import ParityError
-from moe_parity.kernels import KernelError, find
-from moe_parity.references.spec import parse_id
+from moe_parity.kernels import KernelError, find, load_file
+from moe_parity.references.spec import Stage, parse_id
 
 
-def run(case_id: str, seed: int, device: str | None = None) -> int:
+def run(case_id: str, seed: int, device: str | None = None, files: Iterable[str] = ()) -> int:
     """Run the checks of ``<kernel>-<case id>`` and print a line for each; return 0 or 1.
 
-    Raises ParityError for an id that is not understood, an unknown kernel, or a case that the
-    kernel does not take here.
+    ``files`` are kernel files to load first.  Raises ParityError for an id that is not understood,
+    an unknown kernel, or a case that the kernel does not take here.
     """
     try:
+        for file in files:
+            load_file(file)
         name, case = parse_id(case_id, seed)
         kernel = find(name)
     except (ValueError, KernelError) as error:
@@ -24,11 +29,16 @@ def run(case_id: str, seed: int, device: str | None = None) -> int:
     reason = kernel.why_not(case, device)
     if reason:
         raise ParityError(f"{kernel.name} does not take {case.id} here: {reason}")
+    check = check_layer if kernel.stage is Stage.LAYER else check_quant
     red = 0
-    for verdict in check_quant(kernel, case, device, power=True):
-        red += verdict.verdict == "fail"
-        detail = verdict.message or verdict.reason or f"{verdict.compared} outputs compared"
-        if verdict.could_show:
-            detail += f", {verdict.could_show} could have been red"
-        print(f"{verdict.verdict:4}  {verdict.check:10}  {detail}")
+    try:
+        for verdict in check(kernel, case, device, power=True):
+            red += verdict.verdict == "fail"
+            detail = verdict.message or verdict.reason or f"{verdict.compared} outputs compared"
+            if verdict.could_show:
+                detail += f", {verdict.could_show} could have been red"
+            print(f"{verdict.verdict:4}  {verdict.check:18}  {detail}")
+    except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
+        text = (str(error).splitlines() or [""])[0]
+        raise ParityError(f"{case_id} cannot be run: {type(error).__name__}: {text}") from None
     return 1 if red else 0

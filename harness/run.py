@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_parity.harness.inputs import quant_input
 from moe_parity.harness.memory import POISONS, Output, PoisonedAllocator
 from moe_parity.kernels import Call, Kernel
+from moe_parity.kernels.call import scale_strides
 from moe_parity.references import quant
 from moe_parity.references.formats import (
     E4M3_NAN,
@@ -27,46 +28,83 @@ class Ran:
 
     result: QuantOutput
     outputs: list[Output]
+    input_kept: bool
+    """Whether the input's whole storage is as it was; it is put back where not."""
+
+
+class BadOutputError(ValueError):
+    """A kernel returned something that its stage does not have; the text is a sentence."""
 
 
 def run(kernel: Kernel, case: Case, x: Tensor, poison: int = POISONS[0]) -> Ran:
     """Call the kernel on ``x`` and return canonical CPU tensors.
 
-    Raises ValueError, in a sentence, where the kernel returns other shapes or dtypes than its stage
-    has; whatever the kernel itself raises passes through.
+    Raises BadOutputError, in a sentence, where the kernel returns other shapes, dtypes or layouts
+    than its stage has; whatever the kernel itself raises passes through.
     """
+    memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    before = memory.clone()
     new = PoisonedAllocator(device=str(x.device), poison=poison)
     call = Call(case=case, stage=kernel.stage, x=x, new=new)
-    codes, scales = kernel.run(call)
+    returned = kernel.run(call)
     if x.is_cuda:
         torch.cuda.synchronize()
-    return Ran(result=canonical(kernel, call, codes, scales), outputs=new.outputs)
+    kept = torch.equal(memory, before)
+    memory.copy_(before)
+    result = canonical(kernel, call, *_pair(kernel, returned))
+    return Ran(result=result, outputs=new.outputs, input_kept=kept)
+
+
+def _pair(kernel: Kernel, returned: object) -> tuple[Tensor, Tensor]:
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        codes, scales = returned
+        if isinstance(codes, Tensor) and isinstance(scales, Tensor):
+            return codes, scales
+    raise BadOutputError(f"{kernel.name} returned {type(returned).__name__}, expected the tensors (codes, scales).")  # fmt: skip  # noqa: E501
 
 
 def canonical(kernel: Kernel, call: Call, codes: Tensor, scales: Tensor) -> QuantOutput:
     """Return what a kernel returned as codes uint8 [M, K] and fp32 scales, on the CPU."""
-    if codes.element_size() != 1 or codes.shape != call.x.shape:
-        raise ValueError(
+    if codes.dtype not in (torch.uint8, torch.float8_e4m3fn) or codes.shape != call.x.shape:
+        raise BadOutputError(
             f"{kernel.name} returned codes {codes.dtype} {list(codes.shape)}, expected uint8 or "
             f"float8_e4m3fn {list(call.x.shape)}."
         )
     shape = call.scale_shape
-    if scales.dtype is torch.int32:
+    if call.case.scale is ScaleFormat.UE8M0_PACKED:
         width = -(-shape[1] // 4)
-        if scales.shape != (shape[0], width):
-            raise ValueError(
-                f"{kernel.name} returned packed scales {list(scales.shape)}, expected "
-                f"{[shape[0], width]}."
+        if scales.dtype is not torch.int32 or scales.shape != (shape[0], width):
+            raise BadOutputError(
+                f"{kernel.name} returned packed scales {scales.dtype} {list(scales.shape)}, "
+                f"expected int32 {[shape[0], width]}."
             )
-        wide = ue8m0_decode(unpack_ue8m0(scales.cpu(), shape[1]))
+        words = unpack_ue8m0(scales.cpu(), 4 * width)
+        if bool((words[:, shape[1] :] != 0).any()):
+            raise BadOutputError(
+                f"{kernel.name} packs exponents of groups that do not exist: the last word of a "
+                f"row of {shape[1]} groups must end in zeros."
+            )
+        wide = ue8m0_decode(words[:, : shape[1]])
     elif scales.dtype is torch.float32 and scales.shape == shape:
+        _check_layout(kernel, call, scales)
         wide = scales.cpu().contiguous()
     else:
-        raise ValueError(
+        raise BadOutputError(
             f"{kernel.name} returned scales {scales.dtype} {list(scales.shape)}, expected float32 "
-            f"{list(shape)} or packed int32."
+            f"{list(shape)}."
         )
     return one_nan(QuantOutput(codes=codes.view(torch.uint8).cpu().contiguous(), scales=wide))
+
+
+def _check_layout(kernel: Kernel, call: Call, scales: Tensor) -> None:
+    """Raise BadOutputError where fp32 scales lie otherwise than the case asks."""
+    wanted = scale_strides(*call.scale_shape, call.case.layout)
+    sizes = zip(scales.shape, scales.stride(), wanted, strict=True)
+    if any(size > 1 and got != want for size, got, want in sizes):
+        raise BadOutputError(
+            f"{kernel.name} returned scales with strides {tuple(scales.stride())}, expected "
+            f"{wanted} for layout {call.case.layout}."
+        )
 
 
 def one_nan(output: QuantOutput) -> QuantOutput:

@@ -229,13 +229,17 @@ def check(path: Path) -> int:
                 f"was {str(metadata.get('inputs_sha256'))[:16]}...; the generator has changed."
             )
         expected = expected_of(witness, inputs)
-    except (ValueError, KeyError, TypeError) as error:
-        raise WitnessError(f"{path}: the case cannot be replayed: {error}") from error
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        text = (str(error).splitlines() or [""])[0]
+        raise WitnessError(f"{path}: the case cannot be replayed: {text}") from error
     if expected.keys() != witness.tensors.keys():
         raise WitnessError(f"{path} holds {sorted(witness.tensors)}, expected {sorted(expected)}.")
     for name, want in expected.items():
         _compare(path, witness, name, witness.tensors[name], want)
-    return sum(t.numel() for t in expected.values())
+    compared = sum(t.numel() for t in expected.values())
+    if not compared:
+        raise WitnessError(f"{path} holds no output, so it witnesses nothing.")
+    return compared
 
 
 def _compare(path: Path, witness: Witness, name: str, got: Tensor, want: Tensor) -> None:

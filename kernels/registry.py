@@ -37,6 +37,8 @@ BUILTIN = (
     "moe_parity.kernels.vendors.vllm_ops",
 )
 ENTRY_POINTS = "moe_parity.kernels"
+TESTED = (Stage.ACT_QUANT, Stage.WEIGHT_QUANT, Stage.LAYER)
+"""The stages that a kernel can be registered for."""
 
 Run = Callable[[Any], Any]
 """Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``LayerTrace``."""
@@ -73,6 +75,18 @@ class Kernel:
         return self.unavailable() or self.supports(case, device)
 
 
+def _reason(ask: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Return ``ask`` with an exception of its own turned into a reason."""
+
+    def safe(*args: Any) -> str | None:
+        try:
+            return ask(*args)
+        except Exception as error:
+            return f"asking it raised {type(error).__name__}: {error}".splitlines()[0]
+
+    return safe
+
+
 _KERNELS: dict[str, Kernel] = {}
 _LOADED: set[str] = set()
 
@@ -98,10 +112,15 @@ def register(
         raise KernelError(f"kernel name {name!r}: use lower-case letters, digits and _.")
     if stage not in set(Stage):
         raise KernelError(f"kernel {name}: unknown stage {stage!r}; stages: {', '.join(Stage)}.")
-    chosen = recipes if callable(recipes) else _fixed(name, recipes)
+    if stage not in TESTED:
+        raise KernelError(f"kernel {name}: stage {stage} has no checks yet; these have: {', '.join(TESTED)}.")  # fmt: skip  # noqa: E501
+    chosen = recipes if callable(recipes) else _fixed(name, Stage(stage), recipes)
 
     def decorate(run: Run) -> Run:
-        source = Path(run.__code__.co_filename)
+        code = getattr(run, "__code__", None)
+        if code is None:
+            raise KernelError(f"kernel {name}: register a function, not {type(run).__name__}.")
+        source = Path(code.co_filename)
         taken = _KERNELS.get(name)
         if taken is not None and taken.source != source:
             raise KernelError(f"kernel {name} is registered twice: {taken.source} and {source}.")
@@ -110,8 +129,8 @@ def register(
             stage=Stage(stage),
             run=run,
             recipes=chosen,
-            supports=supports or (lambda case, device: None),
-            unavailable=unavailable or (lambda: None),
+            supports=_reason(supports) if supports else (lambda case, device: None),
+            unavailable=_reason(unavailable) if unavailable else (lambda: None),
             contract=contract or Contract(),
             source=source,
             triton=triton,
@@ -122,7 +141,7 @@ def register(
     return decorate
 
 
-def _fixed(name: str, recipe: str | Recipe) -> RecipesOf:
+def _fixed(name: str, stage: Stage, recipe: object) -> RecipesOf:
     if isinstance(recipe, str):
         if recipe not in ALL:
             raise KernelError(
@@ -130,6 +149,10 @@ def _fixed(name: str, recipe: str | Recipe) -> RecipesOf:
                 f"{', '.join(ALL)}."
             )
         recipe = ALL[recipe]
+    if not isinstance(recipe, Recipe):
+        raise KernelError(f"kernel {name}: recipes must be a recipe, a name or a function.")
+    if (recipe.gemm is None) if stage is Stage.LAYER else (stage not in recipe.stages):
+        raise KernelError(f"kernel {name}: recipe {recipe.name} says nothing about stage {stage}.")
     value = (recipe,)
     return lambda case, device: value
 
@@ -142,7 +165,11 @@ def _load_builtin() -> None:
     if ENTRY_POINTS not in _LOADED:
         _LOADED.add(ENTRY_POINTS)
         for point in entry_points(group=ENTRY_POINTS):
-            point.load()
+            try:
+                point.load()
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise KernelError(f"entry point {point.value} does not import: {text}") from error
 
 
 def all_kernels(stage: Stage | None = None) -> list[Kernel]:
@@ -160,6 +187,11 @@ def find(name: str) -> Kernel:
     return _KERNELS[name]
 
 
+def builtin(kernel: Kernel) -> bool:
+    """Whether a kernel comes with this package."""
+    return Path(__file__).resolve().parent in kernel.source.resolve().parents
+
+
 def load_file(path: str | Path) -> list[Kernel]:
     """Import a user's file and return the kernels it registered.
 
@@ -175,7 +207,7 @@ def load_file(path: str | Path) -> list[Kernel]:
         _import_path(path)
     except KernelError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise KernelError(f"kernel file {path} does not import: {text}") from error
     added = [k for k in _KERNELS.values() if k.source == path or k.name not in before]

@@ -102,8 +102,25 @@ def infinite_elements(seed: int) -> Tensor:
     return torch.where(where, x.sign().where(x != 0, torch.ones_like(x)) * torch.inf, x)
 
 
+def past_the_end(seed: int) -> Tensor:
+    """Elements that pass 448: infinities under a clamped scale, tiny groups under 448 / amax."""
+    return torch.cat([infinite_elements(seed), tiny_groups(seed)])
+
+
 def nan_elements(seed: int) -> Tensor:
     """512 groups with NaN among ordinary elements, 1100 groups of nothing but NaN."""
     x = _spread(seed, "nan", torch.pow(2.0, (torch.arange(512) % 40 - 20).float()))
     where = keyed.integers(seed, "nan/where", 512, GROUP, below=8) == 0
     return torch.cat([x.masked_fill(where, float("nan")), torch.full((1100, GROUP), float("nan"))])
+
+
+POOL = (
+    tiny_groups,
+    zero_groups,
+    all_amax_mantissas,
+    ties,
+    power_of_two_edges,
+    nan_elements,
+    infinite_elements,
+)
+"""What ``Values.AIMED`` is made of.  Witnesses hold sums of these inputs: append, never change."""

@@ -37,13 +37,15 @@ def test_every_bf16(kernel: Kernel, case: Case, parity_device: str, parity_recor
 @given(data=st.data())
 def test_drawn(kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder):  # fmt: skip  # noqa: E501
     """Drawn shapes, groups, values and hazards."""
+    reason = kernel.why_not(base, parity_device)
+    if reason:
+        pytest.skip(f"{kernel.name}: {reason}")
     case = data.draw(quant_cases(base, STAGE).filter(_supported(kernel, parity_device)))
     expect(kernel, case, parity_device, parity_recorder)
 
 
 def _supported(kernel: Kernel, device: str):
-    # A kernel that cannot run here at all is skipped by `expect`, with its reason.
-    return lambda case: bool(kernel.unavailable()) or not kernel.supports(case, device)
+    return lambda case: not kernel.supports(case, device)
 
 
 BROKEN_UP = [Case(m=33, h=512, values=Values.WIDE, hazard=h) for h in NOT_CONTIGUOUS]

@@ -91,6 +91,24 @@ def test_fma_rounds_once(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor):
         assert_nearest(float(got), exact, int(bits_of(got)))
 
 
+def test_fma_is_no_double_rounding():
+    """Sums a hair beside a midpoint of fp32, where rounding to float64 first loses the hair.
+
+    a * b is a midpoint between two fp32 numbers, c the hair, far below float64's last place.
+    """
+    k = torch.arange(1, 2049).float()
+    a, b = 1.0 + k * 2.0**-12, 1.0 + 2.0**-12 * (2 * (k % 7) + 1)
+    hair = torch.full_like(k, 2.0**-70)
+    told = 0
+    for c in (hair, -hair, hair * 0.0):
+        got = rounding.fma_rn(a, b, c)
+        told += int((got != (a.double() * b.double() + c.double()).float()).sum())
+        for left, right, third, value in zip(*(t.tolist() for t in (a, b, c, got)), strict=True):
+            exact = Fraction(left) * Fraction(right) + Fraction(third)
+            assert_nearest(value, exact, int(bits_of(torch.tensor([value]))))
+    assert told > 100, "these triples would not tell a double rounding"
+
+
 @given(floats, floats)
 def test_division_rounds_once(a: torch.Tensor, b: torch.Tensor):
     if bool(torch.isfinite(a / b).all()) and bool(torch.isfinite(b).all()) and float(b):

@@ -103,5 +103,5 @@ def test_red_and_named_by_the_check(recipe: Recipe, mutant: Mutant):
         case = dataclasses.replace(case, scale=ScaleFormat.UE8M0)
     verdict = next(check_quant(mutant_kernel(recipe, mutant), case, "cpu"))
     assert verdict.verdict == "fail", f"{mutant.name} passed for {recipe.name}"
-    assert mutant.name in verdict.decision, verdict.message
+    assert mutant.name in verdict.decision.split(" or "), verdict.message
     assert f"The bits match with {verdict.decision}." in verdict.message

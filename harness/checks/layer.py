@@ -29,11 +29,19 @@ StageFunction = Callable[[Recipe], dict[str, Tensor]]
 def run_layer(kernel: Kernel, case: Case, inputs: LayerInputs) -> LayerTrace:
     """Call a layer kernel on inputs that were made for the case."""
     call = LayerCall(case=case, batch=inputs.batch, experts=inputs.experts, asked=inputs.asked)
+    handed = [t for t in vars(inputs.batch).values() if isinstance(t, Tensor)]
+    before = [t.clone() for t in handed]
     with poisoned_empty():
         trace: LayerTrace = kernel.run(call)
     if trace.out.is_cuda:
         torch.cuda.synchronize()
+    if not all(torch.equal(_raw(t), _raw(kept)) for t, kept in zip(handed, before, strict=True)):
+        raise RuntimeError(f"layer of {kernel.name} writes to its input.")
     return trace
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor
 
 
 @contextmanager
@@ -148,16 +156,22 @@ def judge(kernel: Kernel, stage: Stage, got: dict[str, Tensor], function: StageF
             verdict, verdict="fail", differing=wrong, message=text, decision=" or ".join(matches)
         )
     if power:
-        told = {n: _difference(function(r), expected)[0] for n, r in mutants_of(stage, recipe)}
-        told = {name: count for name, count in told.items() if count}
+        masks = {n: differs(function(r), expected) for n, r in mutants_of(stage, recipe)}
+        told = {name: int(mask.sum()) for name, mask in masks.items() if bool(mask.any())}
         nearest = min(told, key=lambda name: told[name]) if told else ""
         return dataclasses.replace(
             verdict,
-            could_show=max(told.values(), default=0),
+            could_show=int(torch.stack(list(masks.values())).any(0).sum()),
             nearest_mutant=nearest,
             mutant_distance=told.get(nearest),
         )
     return verdict
+
+
+def differs(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Tensor:
+    """Return the mask of differing outputs, all tensors flattened into one."""
+    masks = [words(got[name]) != words(want) for name, want in expected.items()]
+    return torch.cat([mask.flatten() for mask in masks])
 
 
 def _difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[int, str]:

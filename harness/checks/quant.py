@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from moe_parity.harness.compare import Comparison, compare
-from moe_parity.harness.identify import identify, power_on
+from moe_parity.harness.identify import identify, identify_apart, power_on
 from moe_parity.harness.memory import POISONS, unwritten
-from moe_parity.harness.run import Ran, make_input, reference, run
+from moe_parity.harness.run import BadOutputError, Ran, make_input, reference, run
 from moe_parity.harness.verdict import Verdict
-from moe_parity.kernels import Kernel
+from moe_parity.kernels import Kernel, KernelError
 from moe_parity.references.formats import e4m3_decode
 from moe_parity.references.spec import Case, Check, Hazard, QuantOutput, Recipe, Stage, Values
 
@@ -25,54 +26,105 @@ MEASURE_BELOW = 1 << 23
 """Outputs up to which the power of the inputs is measured against every mutant."""
 
 
+REFUSALS = (KernelError, RuntimeError)
+"""What a kernel may raise to refuse input that is not contiguous; torch ops raise the second."""
+
+
 def check_quant(kernel: Kernel, case: Case, device: str, *, power: bool = False) -> Iterator[Verdict]:  # fmt: skip  # noqa: E501
     """Yield the verdict of every check in the kernel's contract.
 
     ``power`` measures how many outputs could have been red, at the cost of one reference run per
-    mutant.  What the kernel raises passes through, except where the contract lets it refuse a
-    hazard.
+    mutant.  A kernel that raises has failed; it may refuse input that is not contiguous, by an
+    error that says so.
     """
     x = make_input(kernel, case, device)
-    checks = kernel.contract.checks
     try:
         ran = run(kernel, case, x)
-    except ValueError as refusal:
-        if case.hazard is Hazard.NONE:
-            raise
-        yield Verdict(check=Check.EXACT, verdict="skip", reason=f"refused: {refusal}")
+    except REFUSALS as refusal:
+        about_layout = any(word in str(refusal) for word in ("contiguous", "stride"))
+        if case.hazard is Hazard.NONE or not about_layout:
+            yield raised(kernel, case, refusal)
+        else:
+            text = str(refusal).splitlines()[0]
+            yield Verdict(check=Check.EXACT, verdict="skip", reason=f"refused: {text}")
         return
-    recipes = kernel.recipes(case, device)
-    yield exact(kernel, case, x, ran, recipes, power=power)
+    except Exception as error:
+        yield raised(kernel, case, error)
+        return
+    yield from _checks(kernel, case, x, ran, power=power, device=device)
+
+
+def raised(kernel: Kernel, case: Case, error: Exception) -> Verdict:
+    """Return the red verdict of a kernel that raised."""
+    text = (str(error).splitlines() or [""])[0]
+    what = text if isinstance(error, BadOutputError) else f"{type(error).__name__}: {text}"
+    message = f"{kernel.stage} of {kernel.name} fails on {case.id}: {what}"
+    return Verdict(check=Check.EXACT, verdict="fail", message=message)
+
+
+def _checks(kernel: Kernel, case: Case, x: Tensor, ran: Ran, *, power: bool, device: str) -> Iterator[Verdict]:  # fmt: skip  # noqa: E501
+    checks = kernel.contract.checks
+    recipe, expected, found = _nearest(kernel, case, x, ran, kernel.recipes(case, device))
+    yield exact(kernel, case, x, ran, recipe, expected, found, power=power)
+    if Check.INPUT_KEPT in checks:
+        yield input_kept(kernel, x, ran)
     if Check.FINITE in checks:
-        yield finite(kernel, case, x, ran, recipes)
+        yield finite(kernel, ran, recipe, expected)
     if Check.WRITE_SET in checks:
         yield write_set(kernel, case, x, ran)
     if Check.RERUN in checks:
-        yield same(Check.RERUN, kernel, ran.result, run(kernel, case, x).result)
+        # On the virtual GPU the programs run in another order the second time.
+        with _other_order(kernel, case, device):
+            again = run(kernel, case, x, poison=POISONS[1]).result
+        yield same(Check.RERUN, kernel, ran.result, again)
     if Check.ROW_SUBSET in checks:
         yield row_subset(kernel, case, x, ran)
 
 
-def exact(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Recipe, ...], *, power: bool) -> Verdict:  # fmt: skip  # noqa: E501
-    """Compare with each recipe the kernel may follow; the nearest one speaks."""
+def _other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
+    if kernel.runs_on(device) != "virtual_gpu":
+        return nullcontext()
+    from moe_parity.kernels.virtual_gpu import shuffled
+
+    return shuffled(case.seed + 1)
+
+
+def _nearest(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Recipe, ...]) -> tuple[Recipe, QuantOutput, Comparison]:  # fmt: skip  # noqa: E501
+    """Return the recipe whose bits are nearest, of those the kernel may follow."""
     tried = []
     for recipe in recipes:
         expected = reference(kernel.stage, case, x, recipe.of(kernel.stage))
-        tried.append((compare(ran.result, expected, kernel.stage), recipe, expected))
-    nearest, recipe, expected = min(tried, key=lambda entry: entry[0].differing)
+        tried.append((recipe, expected, compare(ran.result, expected, kernel.stage)))
+    return min(tried, key=lambda entry: entry[2].differing)
+
+
+def input_kept(kernel: Kernel, x: Tensor, ran: Ran) -> Verdict:
+    """The input's storage is as it was."""
+    message = "" if ran.input_kept else f"{kernel.stage} of {kernel.name} writes to its input."
+    return Verdict(
+        check=Check.INPUT_KEPT,
+        verdict="pass" if ran.input_kept else "fail",
+        message=message,
+        compared=x.numel(),
+        differing=int(not ran.input_kept),
+    )
+
+
+def exact(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipe: Recipe, expected: QuantOutput, found: Comparison, *, power: bool) -> Verdict:  # fmt: skip  # noqa: E501
+    """Every bit is the recipe's; else the decision that differs is looked for."""
     verdict = Verdict(
         check=Check.EXACT,
-        verdict="pass" if nearest.equal else "fail",
+        verdict="pass" if found.equal else "fail",
         recipe=recipe.name,
-        compared=nearest.compared,
-        differing=nearest.differing,
-        code_flips=nearest.codes,
-        max_ulp=nearest.max_ulp,
+        compared=found.compared,
+        differing=found.differing,
+        code_flips=found.codes,
+        max_ulp=found.max_ulp,
         rel_err_f64=_relative_error(case, x, ran.result, kernel.stage),
     )
-    if not nearest.equal:
-        return _failed(verdict, kernel, case, x, ran, recipe, nearest)
-    if power and nearest.compared <= MEASURE_BELOW:
+    if not found.equal:
+        return _failed(verdict, kernel, case, x, ran, recipe, found)
+    if power and found.compared <= MEASURE_BELOW:
         told = power_on(kernel.stage, case, x, recipe.of(kernel.stage), expected)
         verdict = dataclasses.replace(
             verdict,
@@ -88,7 +140,9 @@ def _failed(verdict: Verdict, kernel: Kernel, case: Case, x: Tensor, ran: Ran, r
     if matches:
         why = f"The bits match with {' or '.join(matches)}."
     else:
-        why = "No recipe with one decision changed has these bits."
+        apart = identify_apart(kernel.stage, case, x, ran.result, recipe.of(kernel.stage))
+        why = "No recipe with one decision changed has these bits"
+        why += f": {apart}." if apart else "."
     message = (
         f"{kernel.stage} of {kernel.name} differs from recipe {recipe.name} {found.first}; "
         f"{found.codes} of {ran.result.codes.numel()} codes (at most {found.max_code_step} steps), "
@@ -97,9 +151,8 @@ def _failed(verdict: Verdict, kernel: Kernel, case: Case, x: Tensor, ran: Ran, r
     return dataclasses.replace(verdict, message=message, decision=" or ".join(matches))
 
 
-def finite(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Recipe, ...]) -> Verdict:
+def finite(kernel: Kernel, ran: Ran, recipe: Recipe, expected: QuantOutput) -> Verdict:
     """Every output is finite where the reference is."""
-    expected = reference(kernel.stage, case, x, recipes[0].of(kernel.stage))
     bad = torch.isnan(e4m3_decode(ran.result.codes)) & ~torch.isnan(e4m3_decode(expected.codes))
     bad_scale = ~torch.isfinite(ran.result.scales) & torch.isfinite(expected.scales)
     count = int(bad.sum()) + int(bad_scale.sum())
@@ -109,13 +162,13 @@ def finite(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Recip
         row, column = (int(n) for n in (bad if bool(bad.any()) else bad_scale).nonzero()[0])
         message = (
             f"{kernel.stage} of {kernel.name} is not finite at row {row}, {where} {column}, where "
-            f"recipe {recipes[0].name} is; {count} outputs in all."
+            f"recipe {recipe.name} is; {count} outputs in all."
         )
     return Verdict(
         check=Check.FINITE,
         verdict="fail" if count else "pass",
         message=message,
-        recipe=recipes[0].name,
+        recipe=recipe.name,
         compared=bad.numel() + bad_scale.numel(),
         differing=count,
     )
@@ -128,6 +181,8 @@ def write_set(kernel: Kernel, case: Case, x: Tensor, ran: Ran) -> Verdict:
             check=Check.WRITE_SET, verdict="skip", reason="the kernel allocates its own outputs"
         )
     again = run(kernel, case, x, poison=POISONS[1])
+    if not compare(again.result, ran.result, kernel.stage).equal:
+        return _wrote(kernel, "gives other bits when the memory of its outputs holds others", ran)
     for first, second in zip(ran.outputs, again.outputs, strict=True):
         left = unwritten(first, second)
         if left is not None:

@@ -98,12 +98,10 @@ def act_quant_out(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of
     rows, columns = x.shape
     groups = columns // group
     packed = scales.dtype is torch.int32
-    _check_output("act_quant", "codes", codes, (rows, columns), torch.uint8)
+    _check_output("act_quant", x, "codes", codes, (rows, columns), torch.uint8)
     width = -(-groups // 4) if packed else groups
     wanted = torch.int32 if packed else torch.float32
-    _check_output("act_quant", "scales", scales, (rows, width), wanted)
-    if codes.stride(1) != 1 and columns > 1:
-        raise KernelError(f"act_quant: rows of codes must be contiguous, strides {codes.stride()}.")
+    _check_output("act_quant", x, "scales", scales, (rows, width), wanted)
     if rows == 0:
         return
     tile = min(32, 1 << (rows - 1).bit_length())
@@ -127,8 +125,8 @@ def weight_quant_out(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: boo
     check_input("weight_quant", w, None)
     rows, columns = w.shape
     shape = (-(-rows // BLOCK), -(-columns // BLOCK))
-    _check_output("weight_quant", "codes", codes, (rows, columns), torch.uint8)
-    _check_output("weight_quant", "scales", scales, shape, torch.float32)
+    _check_output("weight_quant", w, "codes", codes, (rows, columns), torch.uint8)
+    _check_output("weight_quant", w, "scales", scales, shape, torch.float32)
     if w.numel() == 0:
         return
     dispatch(
@@ -162,8 +160,13 @@ def check_input(op: str, x: Tensor, group: int | None) -> None:
         raise KernelError(f"{op}: K = {x.shape[1]} is not a positive multiple of group {group}.")
 
 
-def _check_output(op: str, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
+def _check_output(op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
     if out.dtype is not dtype or out.shape != shape:
         raise KernelError(
             f"{op}: {name} must be {dtype} {list(shape)}, got {out.dtype} {list(out.shape)}."
         )
+    if out.device != x.device:
+        raise KernelError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
+    overlaps = any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True))
+    if overlaps or (name == "codes" and out.shape[1] > 1 and out.stride(1) != 1):
+        raise KernelError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")

@@ -20,7 +20,6 @@ from moe_parity.kernels.errors import KernelError
 from moe_parity.kernels.registry import register
 from moe_parity.references.spec import (
     Case,
-    Check,
     Contract,
     InputDtype,
     Recipe,
@@ -94,7 +93,6 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
     recipes=_recipes,
     supports=_supports,
     unavailable=unavailable,
-    contract=Contract().without(Check.REFUSES),
 )
 def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """VLLM _C.per_token_group_fp8_quant."""
@@ -132,7 +130,7 @@ def _supports_packed(case: Case, device: str) -> str | None:
     recipes=VLLM_CUDA_UE8M0,
     supports=_supports_packed,
     unavailable=unavailable,
-    contract=Contract(pads_zero=True).without(Check.REFUSES),
+    contract=Contract(pads_zero=True),
 )
 def vllm_per_token_group_packed(call: Call) -> tuple[Tensor, Tensor]:
     """VLLM _C.per_token_group_fp8_quant_packed."""

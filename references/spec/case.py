@@ -79,7 +79,7 @@ class Hazard(_Word):
 
     NONE = "none"
     STRIDED = "strided"
-    """The input is a view with gaps; the gaps hold NaN."""
+    """The input is a view with gaps; the gaps hold the largest number."""
     TRANSPOSED = "transposed"
     """The input's rows are not contiguous."""
 
@@ -124,7 +124,7 @@ class Case:
         """The case in a test id: fixed order, lower case, defaults left out."""
         words = [self.scale.value]
         if self.clamp is not None:
-            words.append("c" + f"{self.clamp:g}".replace(".", "p"))
+            words.append("c" + f"{self.clamp:.10f}".rstrip("0").rstrip(".").replace(".", "p"))
         if self.ep_size > 1:
             words.append(f"ep{self.ep_rank}of{self.ep_size}")
         for name in ("layout", "dtype", "routing", "values", "hazard"):

@@ -19,8 +19,8 @@ class Check(StrEnum):
     """The same bits a second time."""
     ROW_SUBSET = "row_subset"
     """A row's bits do not depend on the other rows."""
-    REFUSES = "refuses"
-    """Bad input is refused with a sentence."""
+    INPUT_KEPT = "input_kept"
+    """The input, and the memory between its rows, is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,10 +170,13 @@ OVERFLOW = Decision(
     name="quant.overflow",
     question="Which code does an element past the end of E4M3 get?",
     options=Overflow,
-    aim=aims.infinite_elements,
-    formats=("ue8m0",),
-    # A group's scale covers its elements unless the exponent is clamped below Inf or cut.
-    exists=lambda recipe: recipe.power_of_two in (PowerOfTwo.BIT_CEIL_CLAMPED, PowerOfTwo.TRUNCATE),
+    aim=aims.past_the_end,
+    # A group's scale covers its elements unless the exponent is clamped below Inf or cut, or
+    # nothing keeps 448 / amax from overflowing.
+    exists=lambda recipe: (
+        recipe.power_of_two in (PowerOfTwo.BIT_CEIL_CLAMPED, PowerOfTwo.TRUNCATE)
+        or recipe.floor is Floor.NONE
+    ),
 )
 NAN_AMAX = Decision(
     name="quant.nan_amax",

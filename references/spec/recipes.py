@@ -56,11 +56,12 @@ OURS = _quantizer(
 )
 TRTLLM_FUSED = _quantizer(
     "trtllm_fused",
-    "TensorRT-LLM scale_1x128_kernel (fp8_blockscale_gemm_kernel.cuh), no fast-math",
+    "TensorRT-LLM scale_1x128_kernel, the grouped one, built without fast-math",
     QuantRecipe(
         zero_group=ZeroGroup.SCALE_ONE,
         scale_form=ScaleForm.RECIP_OF_MULTIPLIER,
         apply=Apply.MUL_MULTIPLIER,
+        nan_amax=NanAmax.IGNORE_UNLESS_ALL,
     ),
 )
 DEEPGEMM = _quantizer(
@@ -156,11 +157,12 @@ FLASHINFER_CUTLASS = _quantizer(
         zero_group=ZeroGroup.SCALE_ONE,
         scale_form=ScaleForm.RECIP_OF_MULTIPLIER_FAST,
         apply=Apply.MUL_MULTIPLIER_FAST,
+        nan_amax=NanAmax.IGNORE_UNLESS_ALL,
     ),
 )
 FLASHINFER_TRTLLM_GEN = _quantizer(
     "flashinfer_trtllm_gen",
-    "FlashInfer 0.7.4 trtllm_fused_moe_dev_kernel.cu activation",
+    "FlashInfer 0.7.4 trtllm_fused_moe_dev_kernel.cu as written, with IEEE divisions",
     QuantRecipe(floor=Floor.SCALE_MIN_NORMAL, apply=Apply.DIVIDE),
 )
 FLASHINFER_MONO = _quantizer(

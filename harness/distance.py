@@ -1,0 +1,65 @@
+"""How far two recipes are apart over a whole layer, split by decision, in BF16 ulp.
+
+For claims such as "bitwise at one token, else within one BF16 ulp".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_parity.harness.checks.layer import words
+from moe_parity.harness.compare import ordered
+from moe_parity.harness.layer_inputs import layer_inputs
+from moe_parity.references import layer
+from moe_parity.references.spec import Case, Recipe, decisions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How many BF16 outputs differ, of how many, and by how much."""
+
+    changed: str
+    """The decisions that were changed."""
+    differing: int
+    outputs: int
+    max_ulp: int
+    over_one_ulp: int
+
+
+def between(left: Tensor, right: Tensor, changed: str) -> Distance:
+    """Compare two BF16 outputs."""
+    ulp = (ordered(words(left), 16) - ordered(words(right), 16)).abs()
+    return Distance(
+        changed=changed,
+        differing=int((ulp > 0).sum()),
+        outputs=ulp.numel(),
+        max_ulp=int(ulp.max()) if ulp.numel() else 0,
+        over_one_ulp=int((ulp > 1).sum()),
+    )
+
+
+def split(case: Case, base: Recipe, other: Recipe) -> Iterator[Distance]:
+    """Yield the distance of each changed decision alone, then of all together."""
+    inputs = layer_inputs(case)
+
+    def output(recipe: Recipe) -> Tensor:
+        return layer.layer(inputs.batch, inputs.experts, recipe, inputs.asked).out
+
+    start = output(base)
+    for changed, recipe in _single_changes(base, other):
+        yield between(output(recipe), start, changed)
+    yield between(output(other), start, "all of them")
+
+
+def _single_changes(base: Recipe, other: Recipe) -> Iterator[tuple[str, Recipe]]:
+    for part in ("gemm", "swiglu", "combine"):
+        left, right = getattr(base, part), getattr(other, part)
+        for field, decision in decisions(left).items():
+            option = getattr(right, field)
+            if option is not getattr(left, field):
+                one = dataclasses.replace(left, **{field: option})
+                yield f"{decision.name}={option}", dataclasses.replace(base, **{part: one})
