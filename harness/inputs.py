@@ -77,9 +77,12 @@ def aimed_pool(seed: int) -> Tensor:
     return pool[order]
 
 
-def aimed_rows(columns: int, seed: int = 0) -> int:
-    """Return how many rows of ``columns`` hold the whole pool once."""
-    return -(-aimed_pool(seed).shape[0] * aims.GROUP // columns)
+def aimed_rows(columns: int, share: int = 1, seed: int = 0) -> int:
+    """Return how many rows of ``columns`` hold the pool once, or one part in ``share`` of it.
+
+    The pool is interleaved: a part of it has groups of every decision.
+    """
+    return -(-aimed_pool(seed).shape[0] * aims.GROUP // (columns * share))
 
 
 def _aimed(seed: int, rows: int, columns: int) -> Tensor:

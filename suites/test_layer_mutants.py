@@ -27,7 +27,7 @@ ops = pytest.importorskip("moe_parity.kernels.moe_triton.quant", reason="needs T
 stages = pytest.importorskip("moe_parity.kernels.moe_triton.stages", reason="needs Triton")
 
 LAYER = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
-QUANT = Case(m=aimed_rows(512) // 8, h=512, values=Values.AIMED, dtype=InputDtype.FP32)
+QUANT = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def _through_the_check():
 @pytest.mark.parametrize(("recipe", "mutant"), list(_through_the_check()))
 def test_red_and_named_by_the_check(recipe: Recipe, mutant: Mutant):
     """The check of a kernel that follows a mutant is red and says which decision differs."""
-    case = Case(m=aimed_rows(512) // 8, h=512, values=Values.AIMED, dtype=InputDtype.FP32)
+    case = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
     if mutant.decision.formats == ("ue8m0",):
         case = dataclasses.replace(case, scale=ScaleFormat.UE8M0)
     verdict = next(check_quant(mutant_kernel(recipe, mutant), case, "cpu"))
