@@ -23,7 +23,6 @@ from moe_parity.references.spec import (
     Contract,
     InputDtype,
     Recipe,
-    ScaleFormat,
     Stage,
     Values,
 )
@@ -99,8 +98,7 @@ def _through_the_check():
 def test_red_and_named_by_the_check(recipe: Recipe, mutant: Mutant):
     """The check of a kernel that follows a mutant is red and says which decision differs."""
     case = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
-    if mutant.decision.formats == ("ue8m0",):
-        case = dataclasses.replace(case, scale=ScaleFormat.UE8M0)
+    case = dataclasses.replace(case, scale=power(recipe.of(STAGE), mutant).scale)
     verdict = next(check_quant(mutant_kernel(recipe, mutant), case, "cpu"))
     assert verdict.verdict == "fail", f"{mutant.name} passed for {recipe.name}"
     assert mutant.name in verdict.decision.split(" or "), verdict.message

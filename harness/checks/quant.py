@@ -100,7 +100,7 @@ def _nearest(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Rec
 
 
 def input_kept(kernel: Kernel, x: Tensor, ran: Ran) -> Verdict:
-    """The input's storage is as it was."""
+    """Demand that the input's storage is as it was."""
     message = "" if ran.input_kept else f"{kernel.stage} of {kernel.name} writes to its input."
     return Verdict(
         check=Check.INPUT_KEPT,

@@ -1,0 +1,223 @@
+"""The documentation says what the code does: generated parts, commands, examples, links.
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.  Write them all
+anew with ``python suites/meta/test_docs.py`` after a decision, a kernel or a measurement changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import lzma
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from moe_parity import kernels
+from moe_parity.harness import cli
+from moe_parity.harness.checks.quant import check_quant
+from moe_parity.harness.listing import decisions_markdown
+from moe_parity.references.spec import Case, Values, case, decisions, parse_id, recipe
+from moe_parity.references.spec.recipes import ALL
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+CODE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
+
+
+# --- generated parts -----------------------------------------------------------------------------
+
+
+def table(head: str, rows: list[tuple[object, ...]]) -> str:
+    """Return a Markdown table; integers get thousands separators and stand right."""
+    names = head.split("|")
+    numbers = [bool(rows) and isinstance(rows[0][n], int) for n in range(len(names))]
+    lines = [names, ["--:" if number else "---" for number in numbers]]
+    lines += [[f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def kernel_table() -> str:
+    """List the kernels that the project itself registers."""
+    folder = Path(inspect.getfile(kernels)).parent
+    own = [k for k in kernels.all_kernels() if k.source.is_relative_to(folder)]
+    return table("kernel|stage|what it is", [(f"`{k.name}`", k.stage, k.note) for k in own])
+
+
+def recipe_table() -> str:
+    """List the named recipes."""
+    return table("recipe|the code it describes", [(f"`{r.name}`", r.source) for r in ALL.values()])
+
+
+def decision_tables() -> str:
+    """Document the decisions of every part of a recipe."""
+    found = {}
+    for part in vars(recipe).values():
+        if isinstance(part, type) and is_dataclass(part):
+            found |= {decision.name: decision for decision in decisions(part).values()}
+    return decisions_markdown(found.values())
+
+
+def word_table() -> str:
+    """List the words of a case id that come from enumerations."""
+    rows = [(name, ", ".join(f"`{w}`" for w in kind), case._DEFAULTS[name]) for name, kind in case._ENUMS]  # fmt: skip  # noqa: E501
+    return table("field|words|default", rows)
+
+
+def measured() -> list[dict[str, object]]:
+    """Return the check records of the committed run."""
+    lines = lzma.decompress(DATA.read_bytes()).decode().splitlines()
+    return [r for r in map(json.loads, lines[1:-1]) if r["check"] != "test"]
+
+
+def kernel_measurements() -> str:
+    """Sum the committed run by kernel, check and recipe."""
+    total: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for r in measured():
+        if r["check"] != "model" and r["verdict"] != "skip":
+            names = [str(r.get(key, "")) for key in ("kernel", "check", "recipe")]
+            sums = {key: r.get(key, 0) for key in ("compared", "differing", "could_show")}
+            total[names[0], names[1], names[2]].update({"records": 1, **sums})
+    rows = [
+        (*key, n["records"], n["compared"], n["differing"], n["could_show"] or "")
+        for key, n in sorted(total.items())
+    ]
+    head = "kernel|check|recipe|records|outputs compared|differing|could have been red"
+    return table(head, rows)
+
+
+def model_measurements() -> str:
+    """Sum the committed run by arithmetic model."""
+    total: dict[str, Counter[str]] = defaultdict(Counter)
+    for r in measured():
+        if r["check"] == "model":
+            name = str(r["kernel"]).removeprefix("model_").partition("-")[0]
+            total[name].update(records=1, compared=r["compared"], differing=r.get("differing", 0))
+    rows = [(f"`{k}`", n["records"], n["compared"], n["differing"]) for k, n in sorted(total.items())]  # fmt: skip  # noqa: E501
+    return table("model|records|outputs compared|differing", rows)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "kernels": kernel_table,
+    "recipes": recipe_table,
+    "decisions": decision_tables,
+    "words": word_table,
+    "kernel_measurements": kernel_measurements,
+    "model_measurements": model_measurements,
+}
+
+
+def renewed(text: str) -> str:
+    """Return a page with its generated parts made anew."""
+    return BLOCK.sub(lambda m: f"{m[1]}\n{GENERATED[m[2]]()}\n{m[4]}", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem.lower())
+def test_generated_parts_are_those_of_the_code(page: Path):
+    text = page.read_text()
+    assert renewed(text) == text, f"{page.name} is stale: run python suites/meta/test_docs.py"
+
+
+def test_every_generator_has_its_place():
+    used = [m[2] for page in PAGES for m in BLOCK.finditer(page.read_text())]
+    assert sorted(used) == sorted(GENERATED)
+
+
+# --- commands, examples, links -------------------------------------------------------------------
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Return (page, words) of every shell command in the documentation."""
+    found = []
+    for page in PAGES:
+        for block in CODE.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                for part in line.split(" && "):
+                    if words := shlex.split(part, comments=True):
+                        found.append((page.name, words))
+    return found
+
+
+def test_commands_exist():
+    """Each `parity` command parses, each pytest command names a path and a selection that exist."""
+    seen = Counter()
+    for page, words in commands():
+        name, args = words[0].rpartition("/")[2], words[1:]
+        seen[page, name] += 1
+        if name == "parity":
+            cli._parser().parse_args(args)
+            for value in [args[n + 1] for n, word in enumerate(args) if word == "--kernel"]:
+                assert not value.startswith("examples/") or (ROOT / value).is_file(), value
+            if args[0] == "repro":
+                parse_id(args[1])
+        if name == "pytest":
+            assert (ROOT / args[0]).exists(), f"{page}: {args[0]}"
+            for option in ("-k", "-m"):
+                if option in args:
+                    Expression.compile(args[args.index(option) + 1])
+    assert seen["README.md", "parity"] >= 5
+    assert seen["README.md", "pytest"] >= 3
+
+
+def test_the_readme_sets_up_in_two_commands():
+    """The first block is the whole set-up and a check, then the tests."""
+    lines = CODE.findall((ROOT / "README.md").read_text())[0].splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("python3 -m venv ")
+    assert lines[0].endswith("parity check")
+    assert "-c constraints.txt" in lines[0]
+    assert "pytest suites/" in lines[1]
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in LINK.findall(page.read_text()):
+            if "://" not in target:
+                path, _, anchor = target.partition("#")
+                found = page.parent / path if path else page
+                assert found.exists(), f"{page.name}: {target}"
+                if anchor:
+                    heads = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+                    slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+                    assert anchor in slugs, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_shown_and_passes(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 15
+    assert text.strip() in (ROOT / "README.md").read_text()
+    (kernel,) = kernels.load_file(path)
+    verdicts = list(check_quant(kernel, Case(m=64, h=512, values=Values.AIMED), "cpu"))
+    assert {verdict.verdict for verdict in verdicts} == {"pass"}
+
+
+def test_the_red_check_of_the_readme_is_real(tmp_path: Path):
+    """Dividing instead of multiplying by a reciprocal gives the message that the README shows."""
+    changed = EXAMPLES[0].read_text().replace("x * (1 / scales[..., None])", "x / scales[..., None]")  # fmt: skip  # noqa: E501
+    assert changed != EXAMPLES[0].read_text()
+    changed = changed.replace("torch_act_quant", "torch_divides")
+    (tmp_path / "red.py").write_text(changed)
+    (kernel,) = kernels.load_file(tmp_path / "red.py")
+    verdict = next(check_quant(kernel, Case(m=64, h=512, values=Values.AIMED), "cpu"))
+    assert verdict.verdict == "fail"
+    shown = " ".join((ROOT / "README.md").read_text().split())
+    assert verdict.message in shown, verdict.message
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        before = page.read_text()
+        if (after := renewed(before)) != before:
+            page.write_text(after)
+            print(page.relative_to(ROOT))
