@@ -1,6 +1,8 @@
 """How far two recipes are apart over a whole layer, split by decision, in BF16 ulp.
 
-For claims such as "bitwise at one token, else within one BF16 ulp".
+For claims such as "bitwise at one token, else within one BF16 ulp".  An ulp is that of the expected
+value, or of the outputs' root mean square where the value is smaller: near zero a plain ulp would
+call nothing large.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_parity.harness.checks.layer import words
-from moe_parity.harness.compare import ordered
 from moe_parity.harness.layer_inputs import layer_inputs
 from moe_parity.references import layer
+from moe_parity.references.formats import to_f32
 from moe_parity.references.spec import Case, Recipe, decisions
 
 
@@ -26,18 +29,21 @@ class Distance:
     """The decisions that were changed."""
     differing: int
     outputs: int
-    max_ulp: int
+    max_ulp: float
     over_one_ulp: int
 
 
 def between(left: Tensor, right: Tensor, changed: str) -> Distance:
-    """Compare two BF16 outputs."""
-    ulp = (ordered(words(left), 16) - ordered(words(right), 16)).abs()
+    """Compare two BF16 outputs, finite ones; ``right`` is what is expected."""
+    got, want = to_f32(left).double(), to_f32(right).double()
+    size = torch.maximum(want.abs(), want.square().mean().sqrt())
+    unit = torch.exp2(torch.floor(torch.log2(size)) - 7)
+    ulp = (got - want).abs() / unit
     return Distance(
         changed=changed,
-        differing=int((ulp > 0).sum()),
+        differing=int((words(left) != words(right)).sum()),
         outputs=ulp.numel(),
-        max_ulp=int(ulp.max()) if ulp.numel() else 0,
+        max_ulp=float(ulp.max()) if ulp.numel() else 0.0,
         over_one_ulp=int((ulp > 1).sum()),
     )
 

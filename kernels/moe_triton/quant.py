@@ -167,6 +167,8 @@ def _check_output(op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, 
         )
     if out.device != x.device:
         raise KernelError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
-    overlaps = out.numel() > 0 and any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True))
+    overlaps = out.numel() > 0 and any(
+        n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
+    )
     if overlaps or (name == "codes" and out.shape[1] > 1 and out.stride(1) != 1):
         raise KernelError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")

@@ -95,7 +95,7 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
     unavailable=unavailable,
 )
 def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
-    """VLLM _C.per_token_group_fp8_quant."""
+    """Call vLLM's _C.per_token_group_fp8_quant."""
     _contiguous(call)
     codes, scales = call.new_codes(), call.new_scales()
     torch.ops._C.per_token_group_fp8_quant(
@@ -133,7 +133,7 @@ def _supports_packed(case: Case, device: str) -> str | None:
     contract=Contract(pads_zero=True),
 )
 def vllm_per_token_group_packed(call: Call) -> tuple[Tensor, Tensor]:
-    """VLLM _C.per_token_group_fp8_quant_packed."""
+    """Call vLLM's _C.per_token_group_fp8_quant_packed."""
     _contiguous(call)
     codes, scales = call.new_codes(), call.new_scales()
     torch.ops._C.per_token_group_fp8_quant_packed(
