@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,16 +90,34 @@ BATCH_DEPENDENT = {
 }
 
 
+def specialised(kernel, module) -> set[str]:
+    """Return the integers of a kernel that are specialised and may change with the batch."""
+    kept = {p.name for p in kernel.params if p.do_not_specialize}
+    integers = {p.name for p in kernel.params if not p.is_constexpr and not p.name.endswith("_ptr")}
+    strides = {name for name in integers if name.endswith(("_row", "_column"))}
+    weights = {"groups", "columns"} if module is quantizing else set()
+    return integers - kept - strides - weights
+
+
 @pytest.mark.parametrize(("module", "name"), BATCH_DEPENDENT, ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip  # noqa: E501
 def test_no_integer_of_the_batch_is_specialised(module, name: str):
     """A specialised integer compiles anew for 1 and for multiples of 16, inside a served step."""
     kernel = getattr(module, name)
-    kept = {p.name for p in kernel.params if p.do_not_specialize}
-    assert BATCH_DEPENDENT[module, name] <= kept
-    integers = {p.name for p in kernel.params if not p.is_constexpr and not p.name.endswith("_ptr")}
-    strides = {n for n in integers if n.endswith(("_row", "_column"))}
-    weights = {"groups", "columns"} if module is quantizing else set()
-    assert integers - kept - strides <= weights, f"{name} specialises {integers - kept - strides}"
+    assert BATCH_DEPENDENT[module, name] <= {p.name for p in kernel.params if p.do_not_specialize}
+    assert not specialised(kernel, module), f"{name} specialises {specialised(kernel, module)}"
+
+
+def test_a_specialised_integer_is_seen(tmp_path):
+    """The GEMM's source without its list: the number of pairs would be specialised."""
+    line = '@triton.jit(do_not_specialize=["pairs"])'
+    source = Path(kernels.__file__).read_text()
+    assert source.count(line) == 1
+    path = tmp_path / "mutant_specialised.py"
+    path.write_text(source.replace(line, "@triton.jit"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    assert specialised(mutant.gemm_kernel, kernels) == {"pairs"}
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 6, 8, 9, 22])
