@@ -28,6 +28,7 @@ def test_replays(path: Path, parity_recorder: Recorder):
             "verdict": "pass",
             "kernel": kept.subject if kept.kind == "kernel" else f"model_{kept.subject}",
             "recipe": kept.recipe,
+            "stage": kept.detail.partition("/")[0] if kept.kind == "kernel" else "",
             "device": "reference",
             "bound": "exact",
             "compared": compared,
