@@ -67,7 +67,9 @@ def compare(got: QuantOutput, expected: QuantOutput, stage: Stage) -> Comparison
     )
 
 
-def _first(got: QuantOutput, expected: QuantOutput, codes: Tensor, scales: Tensor, stage: Stage) -> str:  # fmt: skip  # noqa: E501
+def _first(
+    got: QuantOutput, expected: QuantOutput, codes: Tensor, scales: Tensor, stage: Stage
+) -> str:
     row_name = "token" if stage is Stage.ACT_QUANT else "row"
     if bool(scales.any()):
         row, column = (int(n) for n in scales.nonzero()[0])

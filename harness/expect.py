@@ -67,7 +67,9 @@ def digest(path: Path) -> str:
     return total.hexdigest()[:12]
 
 
-def fields(kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: float) -> dict[str, Any]:  # fmt: skip  # noqa: E501
+def fields(
+    kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: float
+) -> dict[str, Any]:
     """Return a verdict as the fields of a record."""
     weights = kernel.stage is Stage.WEIGHT_QUANT
     return verdict.fields() | {
@@ -86,7 +88,9 @@ def fields(kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: f
     }
 
 
-def expect(kernel: Kernel, case: Case, device: str, recorder: Recorder, *, power: bool = False) -> None:  # fmt: skip  # noqa: E501
+def expect(
+    kernel: Kernel, case: Case, device: str, recorder: Recorder, *, power: bool = False
+) -> None:
     """Run the kernel's contract on a case; skip with a reason, or fail with the first red check.
 
     ``power`` also measures how many outputs could have been red.

@@ -35,7 +35,9 @@ def skip_reason(kernel: Kernel, case: Case, device: str) -> str | None:
     return reason and f"{kernel.name}: {reason}"
 
 
-def fields(kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: float) -> dict[str, Any]:  # fmt: skip  # noqa: E501
+def fields(
+    kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: float
+) -> dict[str, Any]:
     """Return a verdict as the fields of a record."""
     stage = str(verdict.check).removeprefix("exact_")
     return verdict.fields() | {
@@ -54,7 +56,15 @@ def fields(kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: f
     }
 
 
-def expect_layer(kernel: Kernel, case: Case, device: str, recorder: Recorder, *, power: bool = False, inputs: LayerInputs | None = None) -> None:  # fmt: skip  # noqa: E501
+def expect_layer(
+    kernel: Kernel,
+    case: Case,
+    device: str,
+    recorder: Recorder,
+    *,
+    power: bool = False,
+    inputs: LayerInputs | None = None,
+) -> None:
     """Run the checks of a layer case; skip with a reason, or fail with the first red one."""
     __tracebackhide__ = True
     reason = skip_reason(kernel, case, device)

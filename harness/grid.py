@@ -15,7 +15,9 @@ from moe_parity.references.spec import Case, InputDtype, ScaleFormat, ScaleLayou
 FULL = tuple(InputDtype)
 
 
-def quant_params(stage: Stage, *bases: Case, dtypes: Iterable[InputDtype] = FULL, layouts: bool = True) -> list[ParameterSet]:  # fmt: skip  # noqa: E501
+def quant_params(
+    stage: Stage, *bases: Case, dtypes: Iterable[InputDtype] = FULL, layouts: bool = True
+) -> list[ParameterSet]:
     """Return (kernel, case) parameters around each of ``bases``, with ids and ``moe`` marks.
 
     Combinations that a kernel supports nowhere are left out; a kernel that cannot run here keeps
@@ -28,7 +30,9 @@ def quant_params(stage: Stage, *bases: Case, dtypes: Iterable[InputDtype] = FULL
     return params
 
 
-def _supported(kernel: Kernel, base: Case, dtypes: tuple[InputDtype, ...], layouts: bool) -> Iterable[Case]:  # fmt: skip  # noqa: E501
+def _supported(
+    kernel: Kernel, base: Case, dtypes: tuple[InputDtype, ...], layouts: bool
+) -> Iterable[Case]:
     grid = itertools.product(ScaleFormat, ScaleLayout, dtypes)
     for scale, layout, dtype in grid:
         if layout is not ScaleLayout.ROW and (not layouts or scale is ScaleFormat.UE8M0_PACKED):

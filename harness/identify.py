@@ -17,7 +17,9 @@ from moe_parity.references.formats import bits_of
 from moe_parity.references.spec import Case, QuantOutput, QuantRecipe, Stage
 
 
-def identify(stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: QuantRecipe) -> list[str]:  # fmt: skip  # noqa: E501
+def identify(
+    stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: QuantRecipe
+) -> list[str]:
     """Return the single changes of ``recipe``, as ``decision=option``, that give ``got``."""
     return [
         mutant.name
@@ -26,7 +28,9 @@ def identify(stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: Quan
     ]
 
 
-def identify_apart(stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: QuantRecipe) -> str:  # fmt: skip  # noqa: E501
+def identify_apart(
+    stage: Stage, case: Case, x: Tensor, got: QuantOutput, recipe: QuantRecipe
+) -> str:
     """Say which changes give the codes alone and which the scales alone; empty if none does.
 
     One wrong division often moves two decisions: the scale and what elements are divided by.
@@ -54,7 +58,9 @@ class Power:
     """How many outputs tell it."""
 
 
-def power_on(stage: Stage, case: Case, x: Tensor, recipe: QuantRecipe, expected: QuantOutput) -> Power:  # fmt: skip  # noqa: E501
+def power_on(
+    stage: Stage, case: Case, x: Tensor, recipe: QuantRecipe, expected: QuantOutput
+) -> Power:
     """Measure the power of ``x``: run every mutant and collect where it differs."""
     codes = torch.zeros_like(expected.codes, dtype=torch.bool)
     scales = torch.zeros_like(expected.scales, dtype=torch.bool)

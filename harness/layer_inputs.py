@@ -124,7 +124,9 @@ def _mirrors_columns(case: Case, name: str, columns: int) -> bool:
     return columns % 256 == 0 and (name == "w13" or _mirrors_rows(case, "w13"))
 
 
-def _weight(case: Case, name: str, count: int, rows: int, columns: int, aimed: bool, device: str) -> Tensor:  # fmt: skip  # noqa: E501
+def _weight(
+    case: Case, name: str, count: int, rows: int, columns: int, aimed: bool, device: str
+) -> Tensor:
     """Return codes [count, rows, columns]; expert e keeps its bits whatever ``count`` is."""
     first = case.ep_rank * count
     out = torch.empty((count, rows, columns), dtype=torch.uint8, device=device)
@@ -143,7 +145,9 @@ def _weight(case: Case, name: str, count: int, rows: int, columns: int, aimed: b
     return out
 
 
-def _scales(case: Case, name: str, count: int, rows: int, columns: int, aimed: bool, device: str) -> Tensor:  # fmt: skip  # noqa: E501
+def _scales(
+    case: Case, name: str, count: int, rows: int, columns: int, aimed: bool, device: str
+) -> Tensor:
     first = case.ep_rank * count
     down, across = -(-rows // 128), -(-columns // 128)
     out = torch.empty((count, down, across), dtype=torch.float32, device=device)

@@ -57,7 +57,9 @@ class PoisonedAllocator:
     poison: int = POISONS[0]
     outputs: list[Output] = field(default_factory=list)
 
-    def __call__(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:  # fmt: skip  # noqa: E501
+    def __call__(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """Return a tensor of that geometry whose storage, gaps and guards hold the poison."""
         size = torch.empty(0, dtype=dtype).element_size()
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1

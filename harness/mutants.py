@@ -82,7 +82,9 @@ def _aimed(decision: Decision, dtype: InputDtype, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _original(recipe: QuantRecipe, decision: Decision, dtype: InputDtype, ue8m0: bool, seed: int) -> QuantOutput:  # fmt: skip  # noqa: E501
+def _original(
+    recipe: QuantRecipe, decision: Decision, dtype: InputDtype, ue8m0: bool, seed: int
+) -> QuantOutput:
     return quant.act_quant(_aimed(decision, dtype, seed), recipe, ue8m0=ue8m0)
 
 

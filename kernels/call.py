@@ -14,7 +14,9 @@ from moe_parity.references.spec import Case, ScaleFormat, ScaleLayout, Stage
 class Allocator(Protocol):
     """Makes output tensors; the harness's one fills them and their surroundings with poison."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:  # fmt: skip  # noqa: E501
+    def __call__(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """Return a tensor of that shape, strides in elements, and dtype."""
         ...
 
@@ -68,7 +70,12 @@ def scale_strides(rows: int, columns: int, layout: ScaleLayout) -> tuple[int, in
 def plain_allocator(device: str | torch.device) -> Allocator:
     """Return an allocator of uninitialised tensors, for users who call a kernel themselves."""
 
-    def new(name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:  # fmt: skip  # noqa: E501, ARG001
+    def new(
+        name: str,  # noqa: ARG001
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     return new

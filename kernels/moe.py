@@ -76,7 +76,24 @@ class Stages:
     out: Tensor
 
 
-def run_moe(x: Tensor, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, *, x_scale: Tensor | None = None, limit: float | Tensor | None = None, clamp: str = "before", alpha: float = 1.0, beta: float = 0.0, power_of_two: bool = False, out: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, lora: object | None = None, path: Path | str | None = None, validate: bool = False) -> Tensor:  # fmt: skip  # noqa: E501
+def run_moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    experts: ExpertWeights,
+    *,
+    x_scale: Tensor | None = None,
+    limit: float | Tensor | None = None,
+    clamp: str = "before",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    power_of_two: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    lora: object | None = None,
+    path: Path | str | None = None,
+    validate: bool = False,
+) -> Tensor:
     """Return the layer's output [M, H] of this rank's experts.
 
     ``x`` [M, H] is bf16, or uint8 codes with ``x_scale`` fp32 [M, H / 128].  ``ids`` [M, k] are
@@ -93,7 +110,24 @@ def run_moe(x: Tensor, ids: Tensor, weights: Tensor | None, experts: ExpertWeigh
     ).out  # fmt: skip
 
 
-def run_stages(x: Tensor, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, *, x_scale: Tensor | None = None, limit: float | Tensor | None = None, clamp: str = "before", alpha: float = 1.0, beta: float = 0.0, power_of_two: bool = False, out: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, lora: object | None = None, path: Path | str | None = None, validate: bool = False) -> Stages:  # fmt: skip  # noqa: E501
+def run_stages(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    experts: ExpertWeights,
+    *,
+    x_scale: Tensor | None = None,
+    limit: float | Tensor | None = None,
+    clamp: str = "before",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    power_of_two: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    lora: object | None = None,
+    path: Path | str | None = None,
+    validate: bool = False,
+) -> Stages:
     """Run the layer as :func:`run_moe` does and return every stage's tensors."""
     choice = plan(
         x, experts, x_scale=x_scale, limit=limit, alpha=alpha, beta=beta, out=out, lora=lora,
@@ -117,7 +151,18 @@ def run_stages(x: Tensor, ids: Tensor, weights: Tensor | None, experts: ExpertWe
     return run(choice, x, x_scale, ids, weights, experts, how, power_of_two, result)
 
 
-def plan(x: Tensor, experts: ExpertWeights, *, x_scale: Tensor | None = None, limit: float | Tensor | None = None, alpha: float = 1.0, beta: float = 0.0, out: Tensor | None = None, lora: object | None = None, path: Path | str | None = None) -> Choice:  # fmt: skip  # noqa: E501
+def plan(
+    x: Tensor,
+    experts: ExpertWeights,
+    *,
+    x_scale: Tensor | None = None,
+    limit: float | Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    out: Tensor | None = None,
+    lora: object | None = None,
+    path: Path | str | None = None,
+) -> Choice:
     """Return the path that a call would take, and why."""
     request = Request(
         tokens=x.shape[0],
@@ -132,17 +177,47 @@ def plan(x: Tensor, experts: ExpertWeights, *, x_scale: Tensor | None = None, li
     return dispatch.choose(request, path)
 
 
-def _decode(choice: Choice, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, how: Activation, power_of_two: bool, out: Tensor) -> Stages:  # fmt: skip  # noqa: E501
+def _decode(
+    choice: Choice,
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor | None,
+    experts: ExpertWeights,
+    how: Activation,
+    power_of_two: bool,
+    out: Tensor,
+) -> Stages:
     """Take the decode path; a seam for tests that record what each path is handed."""
     return _layer(choice, x, x_scale, ids, weights, experts, how, power_of_two, out)
 
 
-def _large(choice: Choice, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, how: Activation, power_of_two: bool, out: Tensor) -> Stages:  # fmt: skip  # noqa: E501
+def _large(
+    choice: Choice,
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor | None,
+    experts: ExpertWeights,
+    how: Activation,
+    power_of_two: bool,
+    out: Tensor,
+) -> Stages:
     """Take the large-batch path."""
     return _layer(choice, x, x_scale, ids, weights, experts, how, power_of_two, out)
 
 
-def _layer(choice: Choice, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, how: Activation, power_of_two: bool, out: Tensor) -> Stages:  # fmt: skip  # noqa: E501
+def _layer(
+    choice: Choice,
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor | None,
+    experts: ExpertWeights,
+    how: Activation,
+    power_of_two: bool,
+    out: Tensor,
+) -> Stages:
     if x_scale is None:
         codes, scales = quant.act_quant(x, scale="ue8m0" if power_of_two else "fp32")
     else:
@@ -174,7 +249,15 @@ def token_classes(topk: int) -> tuple[int, ...]:
     return tuple(sorted(rows | {-(-count // topk) for count in pairs} | {p // topk for p in pairs if p >= topk}))  # fmt: skip  # noqa: E501
 
 
-def prewarm(experts: ExpertWeights, *, topk: int, tokens: Iterable[int] | None = None, power_of_two: bool = False, limit: float | None = None, clamp: str = "before") -> int:  # fmt: skip  # noqa: E501
+def prewarm(
+    experts: ExpertWeights,
+    *,
+    topk: int,
+    tokens: Iterable[int] | None = None,
+    power_of_two: bool = False,
+    limit: float | None = None,
+    clamp: str = "before",
+) -> int:
     """Compile every kernel class of both paths on these weights' shapes; return the calls made.
 
     Batch-dependent integers are not specialised, so a few sizes stand for all:
@@ -226,7 +309,17 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         )
 
 
-def _check_call(x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor | None, experts: ExpertWeights, limit: float | Tensor | None, clamp: str, out: Tensor | None, out_dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
+def _check_call(
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor | None,
+    experts: ExpertWeights,
+    limit: float | Tensor | None,
+    clamp: str,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
     _check_shapes(experts)
     tokens, hidden = x.shape
     if hidden != experts.w13.shape[2]:

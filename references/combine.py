@@ -11,7 +11,13 @@ from moe_parity.references.spec.layer_decisions import SumOrder, SumStep, Weight
 from moe_parity.references.spec.recipe import CombineRecipe
 
 
-def combine(rows: Tensor, weights: Tensor | None, owned: Tensor, recipe: CombineRecipe, dtype: torch.dtype = torch.bfloat16) -> Tensor:  # fmt: skip  # noqa: E501
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    owned: Tensor,
+    recipe: CombineRecipe,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
     """Return [M, H] in ``dtype`` from BF16 expert rows [M, k, H].
 
     ``weights`` fp32 [M, k], None for ones; ``owned`` bool [M, k]: only those rows are looked at.

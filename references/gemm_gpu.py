@@ -94,7 +94,9 @@ def _chain_kernel(
     tl.store(out, acc, mask=live[:, None] & column_ok[None, :])
 
 
-def grouped(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe) -> Tensor:  # fmt: skip  # noqa: E501
+def grouped(
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe
+) -> Tensor:
     """Return the fp32 accumulators [P, N]; arguments as in :func:`layer.grouped`."""
     rows, depth = a.shape
     columns = w.shape[1]

@@ -36,7 +36,9 @@ def words(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu")
     return _mix(_mix(row * _GOLDEN + key) + column * _GOLDEN)
 
 
-def integers(seed: int, name: str, rows: int, columns: int, *, below: int, device: str = "cpu") -> Tensor:  # fmt: skip  # noqa: E501
+def integers(
+    seed: int, name: str, rows: int, columns: int, *, below: int, device: str = "cpu"
+) -> Tensor:
     """Return int64 [rows, columns] in [0, below), ``below`` at most 2^31."""
     high = _shift_right(words(seed, name, rows, columns, device=device), 32)
     return _shift_right(high * below, 32)

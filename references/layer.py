@@ -95,7 +95,9 @@ def hit(expert: Tensor) -> list[int]:
     return sorted(set(expert[expert >= 0].flatten().tolist()))
 
 
-def grouped(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe) -> Tensor:  # fmt: skip  # noqa: E501
+def grouped(
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe
+) -> Tensor:
     """Return the fp32 accumulators [P, N] of rows [P, K], each with its own expert's [N, K].
 
     Rows of expert -1 stay zero.  On a GPU the whole chain is one Triton kernel; it equals the loop
@@ -108,7 +110,9 @@ def grouped(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tens
     return grouped_plain(a, a_scale, w, w_scale, expert, recipe)
 
 
-def grouped_plain(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe) -> Tensor:  # fmt: skip  # noqa: E501
+def grouped_plain(
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, expert: Tensor, recipe: GemmRecipe
+) -> Tensor:
     """Return :func:`grouped` as a loop over the experts that are hit."""
     out = torch.zeros((a.shape[0], w.shape[1]), dtype=torch.float32, device=a.device)
     for index in hit(expert):
@@ -137,7 +141,9 @@ def fc1(act: QuantOutput, batch: Routed, experts: Experts, recipe: Recipe) -> Te
     return _owned(_biased(rows, experts.bias13, expert, part), expert)
 
 
-def swiglu_quant(rows: Tensor, batch: Routed, experts: Experts, recipe: Recipe, asked: Asked) -> QuantOutput:  # fmt: skip  # noqa: E501
+def swiglu_quant(
+    rows: Tensor, batch: Routed, experts: Experts, recipe: Recipe, asked: Asked
+) -> QuantOutput:
     """Return codes [P, I] and scales [P, I / 128] from FC1's bf16 rows [P, 2 * I]."""
     y = swiglu(rows, recipe.layer[1], limit=asked.limit, alpha=asked.alpha, beta=asked.beta)
     out = quant.act_quant(y, recipe.of(Stage.SWIGLU_QUANT), ue8m0=asked.ue8m0)
@@ -177,7 +183,9 @@ def _owned(rows: Tensor, expert: Tensor) -> Tensor:
     return torch.where((expert >= 0)[:, None], rows, torch.zeros_like(rows))
 
 
-def layer_float64(batch: Routed, experts: Experts, asked: Asked, *, through_bf16: bool = False) -> Tensor:  # fmt: skip  # noqa: E501
+def layer_float64(
+    batch: Routed, experts: Experts, asked: Asked, *, through_bf16: bool = False
+) -> Tensor:
     """Return float64 [M, H] with the dequantized weights and nothing else quantized.
 
     The yardstick of a PR's "relative error"; ``through_bf16`` rounds FC1, SwiGLU and FC2 to BF16,

@@ -51,7 +51,9 @@ _SCALE_FLOORS = {
 _NAN_CODES = {NanElement.KEEP: 0x7F, NanElement.LOW: 0xFE, NanElement.HIGH: 0x7E}
 
 
-def act_quant(x: Tensor, recipe: QuantRecipe, *, group: int = 128, ue8m0: bool = False) -> QuantOutput:  # fmt: skip  # noqa: E501
+def act_quant(
+    x: Tensor, recipe: QuantRecipe, *, group: int = 128, ue8m0: bool = False
+) -> QuantOutput:
     """Quantize ``x`` [M, K] (bf16, fp16 or fp32) in groups of 1 x ``group``.
 
     Returns codes [M, K] and fp32 scales [M, K / group].  Raises ValueError where K is not a
@@ -64,7 +66,9 @@ def act_quant(x: Tensor, recipe: QuantRecipe, *, group: int = 128, ue8m0: bool =
     return QuantOutput(codes=codes.view(rows, columns), scales=scales.view(rows, columns // group))
 
 
-def weight_quant(w: Tensor, recipe: QuantRecipe, *, block: int = 128, ue8m0: bool = False) -> QuantOutput:  # fmt: skip  # noqa: E501
+def weight_quant(
+    w: Tensor, recipe: QuantRecipe, *, block: int = 128, ue8m0: bool = False
+) -> QuantOutput:
     """Quantize ``w`` [N, K] (bf16, fp16 or fp32) in ``block`` x ``block`` tiles.
 
     Edges may be ragged: the missing part of a tile counts as zeros.  Returns codes [N, K] and fp32
@@ -82,7 +86,9 @@ def weight_quant(w: Tensor, recipe: QuantRecipe, *, block: int = 128, ue8m0: boo
     return QuantOutput(codes=codes, scales=scales.view(down, across))
 
 
-def requantize_weight(codes: Tensor, scales: Tensor, recipe: QuantRecipe, *, block: int = 128) -> QuantOutput:  # fmt: skip  # noqa: E501
+def requantize_weight(
+    codes: Tensor, scales: Tensor, recipe: QuantRecipe, *, block: int = 128
+) -> QuantOutput:
     """Requantize E4M3 weights [N, K] with fp32 scales to power-of-two scales.
 
     The weights are RN(decode(q) * s) in fp32, quantized anew (vLLM requant_weight_ue8m0_inplace).

@@ -15,7 +15,14 @@ from moe_parity.references.spec.layer_decisions import ClampOrder, ProductRoundi
 from moe_parity.references.spec.recipe import SwigluRecipe
 
 
-def swiglu(gate_up: Tensor, recipe: SwigluRecipe, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:  # fmt: skip  # noqa: E501
+def swiglu(
+    gate_up: Tensor,
+    recipe: SwigluRecipe,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Tensor:
     """Return fp32 [P, I] of BF16 rows [P, 2 * I], BF16 numbers where the recipe rounds.
 
     ``limit`` clamps, None does not; NaN passes a clamp, as min and max of a GPU's comparison do

@@ -54,19 +54,25 @@ def _pow2_64(exponent: Any) -> Any:
 
 
 @numba.njit(cache=True, parallel=True, error_model="numpy")
-def _parallel(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
+def _parallel(
+    va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any
+) -> None:
     for row in numba.prange(va.shape[0]):
         _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _serial(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
+def _serial(
+    va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any
+) -> None:
     for row in range(va.shape[0]):
         _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _row(va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any) -> None:  # fmt: skip  # noqa: E501
+def _row(
+    va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any
+) -> None:
     """Compute one row of the result, ``_COLUMNS`` columns at a time."""
     columns = vb.shape[1]
     length = GROUP // steps
@@ -111,7 +117,9 @@ def _top(top: Any, c: Any, ea: Any, eb: Any, chosen: Any, start: Any, left: Any)
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _terms(part: Any, va: Any, vb: Any, scale: Any, chosen: Any, start: Any, left: Any, width: Any) -> None:  # fmt: skip  # noqa: E501
+def _terms(
+    part: Any, va: Any, vb: Any, scale: Any, chosen: Any, start: Any, left: Any, width: Any
+) -> None:
     """Sum the truncated products of up to eight k."""
     for j in range(width):
         part[j] = 0

@@ -37,7 +37,9 @@ def test_every_bf16(kernel: Kernel, case: Case, parity_device: str, parity_recor
 
 @pytest.mark.parametrize(("kernel", "base"), quant_params(STAGE, Case(h=512)))
 @given(data=st.data())
-def test_drawn(kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder):  # fmt: skip  # noqa: E501
+def test_drawn(
+    kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder
+):
     """Drawn shapes, groups, values and hazards."""
     reason = kernel.why_not(base, parity_device)
     if reason:

@@ -83,7 +83,16 @@ def test_edges(m: int, k: int, e: int, block: int, parity_device: str, parity_re
     m=st.integers(0, 40), k=st.sampled_from([1, 2, 6, 8, 9]), e=st.integers(1, 40),
     ranks=st.sampled_from([1, 2, 4]), wide=st.booleans(), seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_drawn(m: int, k: int, e: int, ranks: int, wide: bool, seed: int, parity_device: str, parity_recorder: Recorder):  # fmt: skip  # noqa: E501
+def test_drawn(
+    m: int,
+    k: int,
+    e: int,
+    ranks: int,
+    wide: bool,
+    seed: int,
+    parity_device: str,
+    parity_recorder: Recorder,
+):
     """Any batch, any rank, foreign ids and -1, int32 and int64."""
     ids = make_ids(m, k, e * ranks, seed, holes=True)
     ids = ids.long() if wide else ids

@@ -51,7 +51,15 @@ CLAMPS = ("none", "before", "after")
 @pytest.mark.parametrize("tensor_limit", [False, True], ids=["scalar", "tensor"])
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (1.702, 1.0)])
 @pytest.mark.parametrize("clamp", CLAMPS)
-def test_swiglu_quant(clamp: str, alpha: float, beta: float, tensor_limit: bool, power_of_two: bool, parity_device: str, parity_recorder: Recorder):  # fmt: skip  # noqa: E501
+def test_swiglu_quant(
+    clamp: str,
+    alpha: float,
+    beta: float,
+    tensor_limit: bool,
+    power_of_two: bool,
+    parity_device: str,
+    parity_recorder: Recorder,
+):
     """Gates on which SiLU's forms differ, gates and ups at the limit, special values."""
     odd = torch.tensor([[0.0, -0.0, 7.0, -7.0, 1e30, -1e30, float("inf"), -float("inf"), float("nan")]])  # fmt: skip  # noqa: E501
     special = odd.repeat(2, 29)[:, :256]

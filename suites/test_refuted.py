@@ -24,7 +24,9 @@ WRONG = {
 
 @pytest.mark.parametrize("field", WRONG)
 @pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.stage is Stage.ACT_QUANT], ids=lambda k: k.name)  # fmt: skip  # noqa: E501
-def test_wrong_recipe_is_refuted(kernel: Kernel, field: str, parity_device: str, parity_recorder: Recorder):  # fmt: skip  # noqa: E501
+def test_wrong_recipe_is_refuted(
+    kernel: Kernel, field: str, parity_device: str, parity_recorder: Recorder
+):
     """The check turns red on the true kernel and names its true option."""
     case = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
     reason = skip_reason(kernel, case, parity_device)

@@ -38,7 +38,9 @@ def test_aimed(kernel: Kernel, case: Case, parity_device: str, parity_recorder: 
 
 @pytest.mark.parametrize(("kernel", "base"), quant_params(STAGE, Case()))
 @given(data=st.data())
-def test_drawn(kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder):  # fmt: skip  # noqa: E501
+def test_drawn(
+    kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder
+):
     """Drawn shapes with ragged edges, values and hazards."""
     expect(kernel, data.draw(quant_cases(base, STAGE)), parity_device, parity_recorder)
 

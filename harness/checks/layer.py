@@ -59,7 +59,15 @@ def poisoned_empty() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
-def check_layer(kernel: Kernel, case: Case, device: str, *, power: bool = False, inputs: LayerInputs | None = None, whole: bool = True) -> Iterator[Verdict]:  # fmt: skip  # noqa: E501
+def check_layer(
+    kernel: Kernel,
+    case: Case,
+    device: str,
+    *,
+    power: bool = False,
+    inputs: LayerInputs | None = None,
+    whole: bool = True,
+) -> Iterator[Verdict]:
     """Yield the verdict of every stage, of the whole, and of a token's independence.
 
     ``power`` counts the outputs that a mutant of the stage's recipe would change.  Without
@@ -77,7 +85,9 @@ def check_layer(kernel: Kernel, case: Case, device: str, *, power: bool = False,
         yield alone(kernel, case, trace, inputs)
 
 
-def stages(trace: LayerTrace, inputs: LayerInputs) -> Iterator[tuple[Stage, dict[str, Tensor], StageFunction]]:  # fmt: skip  # noqa: E501
+def stages(
+    trace: LayerTrace, inputs: LayerInputs
+) -> Iterator[tuple[Stage, dict[str, Tensor], StageFunction]]:
     """Yield (stage, what the kernel has, the reference on the kernel's own upstream tensors)."""
     batch, experts, asked = inputs.batch, inputs.experts, inputs.asked
     act = QuantOutput(codes=trace.act.codes, scales=trace.act.scales.contiguous())
@@ -138,7 +148,15 @@ def mutants_of(stage: Stage, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
                 yield f"{decision.name}={option}", dataclasses.replace(recipe, combine=sum_part)
 
 
-def judge(kernel: Kernel, stage: Stage, got: dict[str, Tensor], function: StageFunction, recipe: Recipe, *, power: bool) -> Verdict:  # fmt: skip  # noqa: E501
+def judge(
+    kernel: Kernel,
+    stage: Stage,
+    got: dict[str, Tensor],
+    function: StageFunction,
+    recipe: Recipe,
+    *,
+    power: bool,
+) -> Verdict:
     """Compare one stage, name the diverging decision, or count what could have been red."""
     expected = function(recipe)
     wrong, message = _difference(got, expected)
@@ -194,7 +212,14 @@ def _difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[in
     return wrong, first
 
 
-def whole_layer(kernel: Kernel, case: Case, trace: LayerTrace, expected: LayerTrace, inputs: LayerInputs, recipe: Recipe) -> Verdict:  # fmt: skip  # noqa: E501
+def whole_layer(
+    kernel: Kernel,
+    case: Case,
+    trace: LayerTrace,
+    expected: LayerTrace,
+    inputs: LayerInputs,
+    recipe: Recipe,
+) -> Verdict:
     """Compare the output with the reference from the first stage on."""
     wrong, message = _difference({"out": trace.out}, {"out": expected.out})
     text = f"layer of {kernel.name} differs from recipe {recipe.name} {message}; {wrong} of {trace.out.numel()} outputs."  # fmt: skip  # noqa: E501
@@ -210,7 +235,9 @@ def whole_layer(kernel: Kernel, case: Case, trace: LayerTrace, expected: LayerTr
     )
 
 
-def _relative_error(case: Case, trace: LayerTrace, inputs: LayerInputs, *, through_bf16: bool) -> float | None:  # fmt: skip  # noqa: E501
+def _relative_error(
+    case: Case, trace: LayerTrace, inputs: LayerInputs, *, through_bf16: bool
+) -> float | None:
     """Return the L2 distance to the unquantized layer, relative; None where it means nothing."""
     if case.values.value != "normal" or case.m * case.i * case.h > 1 << 24:
         return None

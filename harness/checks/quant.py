@@ -30,7 +30,9 @@ REFUSALS = (KernelError, RuntimeError)
 """What a kernel may raise to refuse input that is not contiguous; torch ops raise the second."""
 
 
-def check_quant(kernel: Kernel, case: Case, device: str, *, power: bool = False) -> Iterator[Verdict]:  # fmt: skip  # noqa: E501
+def check_quant(
+    kernel: Kernel, case: Case, device: str, *, power: bool = False
+) -> Iterator[Verdict]:
     """Yield the verdict of every check in the kernel's contract.
 
     ``power`` measures how many outputs could have been red, at the cost of one reference run per
@@ -62,7 +64,9 @@ def raised(kernel: Kernel, case: Case, error: Exception) -> Verdict:
     return Verdict(check=Check.EXACT, verdict="fail", message=message)
 
 
-def _checks(kernel: Kernel, case: Case, x: Tensor, ran: Ran, *, power: bool, device: str) -> Iterator[Verdict]:  # fmt: skip  # noqa: E501
+def _checks(
+    kernel: Kernel, case: Case, x: Tensor, ran: Ran, *, power: bool, device: str
+) -> Iterator[Verdict]:
     checks = kernel.contract.checks
     recipe, expected, found = _nearest(kernel, case, x, ran, kernel.recipes(case, device))
     yield exact(kernel, case, x, ran, recipe, expected, found, power=power)
@@ -90,7 +94,9 @@ def _other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextMana
     return shuffled(case.seed + 1)
 
 
-def _nearest(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Recipe, ...]) -> tuple[Recipe, QuantOutput, Comparison]:  # fmt: skip  # noqa: E501
+def _nearest(
+    kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipes: tuple[Recipe, ...]
+) -> tuple[Recipe, QuantOutput, Comparison]:
     """Return the recipe whose bits are nearest, of those the kernel may follow."""
     tried = []
     for recipe in recipes:
@@ -111,7 +117,17 @@ def input_kept(kernel: Kernel, x: Tensor, ran: Ran) -> Verdict:
     )
 
 
-def exact(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipe: Recipe, expected: QuantOutput, found: Comparison, *, power: bool) -> Verdict:  # fmt: skip  # noqa: E501
+def exact(
+    kernel: Kernel,
+    case: Case,
+    x: Tensor,
+    ran: Ran,
+    recipe: Recipe,
+    expected: QuantOutput,
+    found: Comparison,
+    *,
+    power: bool,
+) -> Verdict:
     """Every bit is the recipe's; else the decision that differs is looked for."""
     verdict = Verdict(
         check=Check.EXACT,
@@ -136,7 +152,15 @@ def exact(kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipe: Recipe, expec
     return verdict
 
 
-def _failed(verdict: Verdict, kernel: Kernel, case: Case, x: Tensor, ran: Ran, recipe: Recipe, found: Comparison) -> Verdict:  # fmt: skip  # noqa: E501
+def _failed(
+    verdict: Verdict,
+    kernel: Kernel,
+    case: Case,
+    x: Tensor,
+    ran: Ran,
+    recipe: Recipe,
+    found: Comparison,
+) -> Verdict:
     matches = identify(kernel.stage, case, x, ran.result, recipe.of(kernel.stage))
     if matches:
         why = f"The bits match with {' or '.join(matches)}."

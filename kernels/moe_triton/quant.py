@@ -160,7 +160,9 @@ def check_input(op: str, x: Tensor, group: int | None) -> None:
         raise KernelError(f"{op}: K = {x.shape[1]} is not a positive multiple of group {group}.")
 
 
-def _check_output(op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
+def _check_output(
+    op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     if out.dtype is not dtype or out.shape != shape:
         raise KernelError(
             f"{op}: {name} must be {dtype} {list(shape)}, got {out.dtype} {list(out.shape)}."

@@ -76,7 +76,16 @@ def align(ids: Tensor, first: int, experts: int, block: int) -> Alignment:
     return Alignment(slots=slots, block_expert=block_expert, block=block)
 
 
-def grouped_gemm(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, aligned: Alignment, pairs: int, shared: int, bias: Tensor | None = None) -> Tensor:  # fmt: skip  # noqa: E501
+def grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    aligned: Alignment,
+    pairs: int,
+    shared: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Return bf16 [pairs, N]: each pair's row of ``a`` times its expert's weight.
 
     ``a`` uint8 [rows, K] with fp32 scales [rows, K / 128] in any layout, ``w`` uint8 [E, N, K] with
@@ -111,7 +120,9 @@ class Activation:
     beta: float = 0.0
 
 
-def swiglu_quant(rows: Tensor, ids: Tensor, first: int, experts: int, how: Activation, power_of_two: bool) -> tuple[Tensor, Tensor]:  # fmt: skip  # noqa: E501
+def swiglu_quant(
+    rows: Tensor, ids: Tensor, first: int, experts: int, how: Activation, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
     """Return codes uint8 [P, I] and fp32 scales [P, I / 128] of bf16 rows [P, 2 * I]."""
     pairs, width = rows.shape[0], rows.shape[1] // 2
     codes = torch.empty((pairs, width), dtype=torch.uint8, device=rows.device)
@@ -130,7 +141,9 @@ def swiglu_quant(rows: Tensor, ids: Tensor, first: int, experts: int, how: Activ
     return codes, scales
 
 
-def combine(rows: Tensor, weights: Tensor | None, ids: Tensor, first: int, experts: int, out: Tensor) -> None:  # fmt: skip  # noqa: E501
+def combine(
+    rows: Tensor, weights: Tensor | None, ids: Tensor, first: int, experts: int, out: Tensor
+) -> None:
     """Sum bf16 rows [M * k, H] into ``out`` [M, H] (bf16, fp16 or fp32), weights None for ones."""
     tokens, k = ids.shape
     columns = out.shape[1]
