@@ -1,6 +1,6 @@
 """The named recipes: what each project's quantizers do.
 
-Formulas: ``docs/facts`` of the sources named in each; whether a recipe is proven against the real
+Each names the code it was read from; whether a recipe is proven against the real
 kernel, and on what, is in docs/measurements.
 """
 
