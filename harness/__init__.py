@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The harness: inputs, comparison, checks, mutants, witnesses, results, plugin, command."""

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Tests of the harness itself: results, reports, plugin, command, docs."""
