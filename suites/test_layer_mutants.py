@@ -248,7 +248,7 @@ def _clamp_after_silu(monkeypatch):
 
 
 def _foreign_ids_with_weight_zero(monkeypatch):
-    """Clamp foreign ids onto an own expert with weight zero, as a first version of such a path did."""
+    """Clamp foreign ids onto an own expert with weight zero, as a first version might."""
     plain = moe._layer
 
     def layer(choice, x, x_scale, ids, weights, experts, *rest):
