@@ -1,0 +1,104 @@
+"""What the large path adds: the caller's output, quantized input, biases, limits, alpha and beta.
+
+Each against the reference of the whole layer, on values where sums cancel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_parity.harness.checks.layer import words
+from moe_parity.harness.layer_inputs import layer_inputs
+from moe_parity.references import keyed, layer, quant
+from moe_parity.references.spec import Case, Stage, Values
+from moe_parity.references.spec.recipes import OURS
+
+moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+
+CASE = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
+
+
+@pytest.fixture
+def made(parity_device: str):
+    return layer_inputs(CASE, parity_device, spoil=False)
+
+
+def weights_of(experts):
+    names = ("w13", "w13_scale", "w2", "w2_scale", "first", "bias13", "bias2")
+    return moe.ExpertWeights(**{name: getattr(experts, name) for name in names})
+
+
+def call(made, **options):
+    batch = made.batch
+    x = options.pop("x", batch.x)
+    return moe.run_moe(x, batch.ids, batch.weights, weights_of(made.experts), **options)
+
+
+def expected(made, **asked):
+    question = dataclasses.replace(made.asked, **asked)
+    return layer.layer(made.batch, made.experts, OURS, question).out
+
+
+def test_output_of_the_caller(made):
+    """Written into the caller's rows, whatever lies between them stays."""
+    wide = torch.full((5, 256 + 8), 3.0, dtype=torch.bfloat16, device=made.batch.x.device)
+    out = wide[:, :256]
+    assert call(made, out=out) is out
+    assert torch.equal(words(out), words(expected(made)))
+    assert bool((wide[:, 256:] == 3.0).all())
+
+
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "ue8m0"])
+def test_quantized_input(power_of_two: bool, made):
+    """Codes and scales give the bits that the activations themselves give, in either layout."""
+    act = quant.act_quant(made.batch.x, OURS.of(Stage.ACT_QUANT), ue8m0=power_of_two)
+    want = words(expected(made, ue8m0=power_of_two))
+    for scales in (act.scales, act.scales.t().contiguous().t()):
+        got = call(made, x=act.codes, x_scale=scales, power_of_two=power_of_two)
+        assert torch.equal(words(got), want)
+
+
+def test_biases(made):
+    """Added to the fp32 accumulators of both GEMMs; without them the bits are others."""
+    device = str(made.batch.x.device)
+    experts = dataclasses.replace(
+        made.experts,
+        bias13=keyed.normal(1, "bias13", 4, 512, device=device),
+        bias2=keyed.normal(1, "bias2", 4, 256, device=device),
+    )
+    biased = dataclasses.replace(made, experts=experts)
+    got = call(biased)
+    assert torch.equal(words(got), words(expected(biased)))
+    assert not torch.equal(words(got), words(call(made)))
+
+
+def test_limits_of_the_experts(made):
+    """A limit for each expert: equal ones are the scalar's, and each expert takes its own."""
+    device = made.batch.x.device
+    same = call(made, limit=torch.full((4,), 0.5, device=device))
+    assert torch.equal(words(same), words(call(made, limit=0.5, path="large")))
+    assert torch.equal(words(same), words(expected(made, limit=0.5)))
+    limits = torch.tensor([0.25, 0.5, 1.0, 2.0], device=device)
+    one = dataclasses.replace(made.batch, ids=torch.full_like(made.batch.ids, 2))
+    alone = dataclasses.replace(made, batch=one)
+    assert torch.equal(words(call(alone, limit=limits)), words(expected(alone, limit=1.0)))
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.702, 1.0), (1.0, 0.5), (2.0, 0.0)])
+def test_alpha_and_beta(alpha: float, beta: float, made):
+    got = call(made, alpha=alpha, beta=beta, limit=1.0)
+    assert torch.equal(words(got), words(expected(made, alpha=alpha, beta=beta, limit=1.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_output_types(dtype: torch.dtype, made):
+    """The sum is rounded once, to the type that is asked for; wide ids are the same ids."""
+    want = words(expected(made, dtype=dtype))
+    assert torch.equal(words(call(made, out_dtype=dtype)), want)
+    wide = dataclasses.replace(
+        made, batch=dataclasses.replace(made.batch, ids=made.batch.ids.long())
+    )
+    assert torch.equal(words(call(wide, out_dtype=dtype)), want)
