@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,13 +99,28 @@ def expect(
     reason = skip_reason(kernel, case, device)
     if reason is not None:
         pytest.skip(reason)
+    verdicts = check_quant(kernel, case, device, power=power)
+    record_all(verdicts, partial(fields, kernel, case, device), recorder, repro(kernel, case))
+
+
+def record_all(
+    verdicts: Iterable[Verdict],
+    as_record: Callable[[Verdict, float], dict[str, Any]],
+    recorder: Recorder,
+    again: str,
+) -> None:
+    """Record every verdict with the seconds it took; raise AssertionError with the first red one.
+
+    ``again`` is the command that reproduces it.
+    """
+    __tracebackhide__ = True
     failed = []
     start = time.perf_counter()
-    for verdict in check_quant(kernel, case, device, power=power):
+    for verdict in verdicts:
         now = time.perf_counter()
-        recorder.add(fields(kernel, case, device, verdict, now - start))
+        recorder.add(as_record(verdict, now - start))
         start = now
         if verdict.verdict == "fail":
             failed.append(verdict.message)
     if failed:
-        raise AssertionError(f"{failed[0]} Reproduce: {repro(kernel, case)}")
+        raise AssertionError(f"{failed[0]} Reproduce: {again}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 import pytest
 
 from moe_parity.harness.checks.layer import check_layer
-from moe_parity.harness.expect import Recorder, digest, repro
+from moe_parity.harness.expect import Recorder, digest, record_all, repro
 from moe_parity.harness.layer_inputs import LayerInputs
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel
@@ -70,13 +70,5 @@ def expect_layer(
     reason = skip_reason(kernel, case, device)
     if reason is not None:
         pytest.skip(reason)
-    failed = []
-    start = time.perf_counter()
-    for verdict in check_layer(kernel, case, device, power=power, inputs=inputs):
-        now = time.perf_counter()
-        recorder.add(fields(kernel, case, device, verdict, now - start))
-        start = now
-        if verdict.verdict == "fail":
-            failed.append(verdict.message)
-    if failed:
-        raise AssertionError(f"{failed[0]} Reproduce: {repro(kernel, case)}")
+    verdicts = check_layer(kernel, case, device, power=power, inputs=inputs)
+    record_all(verdicts, partial(fields, kernel, case, device), recorder, repro(kernel, case))

@@ -16,7 +16,8 @@ def kernels_table() -> str:
     for kernel in all_kernels():
         reason = kernel.unavailable()
         names = "/".join(recipe.name for recipe in kernel.recipes(Case(), "cpu"))
-        rows.append((kernel.name, kernel.stage, names, "no" if reason else "yes", reason or kernel.note))  # fmt: skip  # noqa: E501
+        here = "no" if reason else "yes"
+        rows.append((kernel.name, kernel.stage, names, here, reason or kernel.note))
     return align(rows)
 
 
@@ -56,7 +57,8 @@ def decisions_markdown(chosen: Iterable[Decision]) -> str:
     """Return the documentation of decisions, a section each: question, options, sources."""
     parts = []
     for decision in chosen:
-        lines = [f"### `{decision.name}`", "", decision.question, "", "| option | meaning | who |", "|---|---|---|"]  # fmt: skip  # noqa: E501
+        lines = [f"### `{decision.name}`", "", decision.question, ""]
+        lines += ["| option | meaning | who |", "|---|---|---|"]
         lines += [f"| `{o.value}` | {o.meaning} | {o.source} |" for o in decision.options]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

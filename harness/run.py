@@ -60,7 +60,9 @@ def _pair(kernel: Kernel, returned: object) -> tuple[Tensor, Tensor]:
         codes, scales = returned
         if isinstance(codes, Tensor) and isinstance(scales, Tensor):
             return codes, scales
-    raise BadOutputError(f"{kernel.name} returned {type(returned).__name__}, expected the tensors (codes, scales).")  # fmt: skip  # noqa: E501
+    raise BadOutputError(
+        f"{kernel.name} returned {type(returned).__name__}, expected the tensors (codes, scales)."
+    )
 
 
 def canonical(kernel: Kernel, call: Call, codes: Tensor, scales: Tensor) -> QuantOutput:

@@ -71,7 +71,8 @@ def provenance(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     named = {name: versions[name] for name in ("python", "torch", "triton") if name in versions}
     cuda = str(torch.version.cuda)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"gpu": card.name, "driver": card.driver, "cuda": cuda, "date": today} | named | dict(extra or {})  # fmt: skip  # noqa: E501
+    machine = {"gpu": card.name, "driver": card.driver, "cuda": cuda, "date": today}
+    return machine | named | dict(extra or {})
 
 
 def inputs_of(witness: Witness) -> list[Tensor]:
@@ -214,7 +215,22 @@ def _witness(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -
         raise WitnessError(f"{path}: no reference for {witness.kind} {witness.subject!r}.")
     if witness.kind == "kernel" and witness.recipe not in ALL:
         raise WitnessError(f"{path}: unknown recipe {witness.recipe!r}.")
+    if not _consistent(witness):
+        raise WitnessError(
+            f"{path}: the metadata contradict each other: {witness.kind} {witness.subject!r} with "
+            f"detail {witness.detail!r} and recipe {witness.recipe!r}."
+        )
     return witness
+
+
+def _consistent(witness: Witness) -> bool:
+    """Whether subject, detail and recipe speak of one thing."""
+    if witness.kind == "model":
+        instruction = arithmetic.MODELS[witness.subject].instruction
+        return witness.detail == instruction and not witness.recipe
+    if witness.kind == "dot":
+        return f'"unit": "{witness.subject}"' in witness.detail and not witness.recipe
+    return witness.detail.partition("/")[2].startswith(f"{witness.subject}-")
 
 
 def check(path: Path) -> int:
@@ -262,6 +278,8 @@ def paths_of(paths: Iterable[str | Path]) -> list[Path]:
     """Return the witness files of files and folders; the shipped ones for an empty list."""
     found: list[Path] = []
     for path in [Path(p) for p in paths] or [SHIPPED]:
+        if not path.exists():
+            raise WitnessError(f"{path} does not exist.")
         found += sorted(path.glob("**/*.safetensors")) if path.is_dir() else [path]
     if not found:
         raise WitnessError("no witness file (*.safetensors) found; name one, or a folder of them.")

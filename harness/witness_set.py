@@ -28,10 +28,12 @@ DOTS = (
 def cases(kernel: Kernel) -> Iterator[Case]:
     """Yield the cases in which a kernel is witnessed."""
     weights = kernel.stage is Stage.WEIGHT_QUANT
-    plain = Case(i=200, h=300) if weights else Case(m=24, h=512)
+    plain = dataclasses.replace(
+        Case(i=200, h=300) if weights else Case(m=24, h=512), values=Values.AIMED, seed=SEED
+    )
     for scale in ScaleFormat:
         for dtype in (InputDtype.BF16,) if weights else (InputDtype.BF16, InputDtype.FP32):
-            case = dataclasses.replace(plain, scale=scale, dtype=dtype, values=Values.AIMED, seed=SEED)  # fmt: skip  # noqa: E501
+            case = dataclasses.replace(plain, scale=scale, dtype=dtype)
             if kernel.supports(case, "cuda") is None:
                 yield case
 

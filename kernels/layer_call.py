@@ -1,4 +1,4 @@
-"""What the harness hands to a layer kernel; it gets a ``LayerTrace`` back."""
+"""What the harness hands to a layer kernel; it gets a ``Trace`` back."""
 
 from __future__ import annotations
 

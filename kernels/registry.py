@@ -41,7 +41,7 @@ TESTED = (Stage.ACT_QUANT, Stage.WEIGHT_QUANT, Stage.LAYER)
 """The stages that a kernel can be registered for."""
 
 Run = Callable[[Any], Any]
-"""Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``LayerTrace``."""
+"""Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``Trace``."""
 
 RecipesOf = Callable[[Case, str], tuple[Recipe, ...]]
 Supports = Callable[[Case, str], str | None]

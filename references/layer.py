@@ -20,7 +20,7 @@ from moe_parity.references.rounding import add_rn
 from moe_parity.references.spec.layer_decisions import BiasAt, DotUnit
 from moe_parity.references.spec.recipe import GemmRecipe, Recipe
 from moe_parity.references.spec.stage import Stage
-from moe_parity.references.spec.trace import QuantOutput
+from moe_parity.references.spec.trace import QuantOutput, Trace
 from moe_parity.references.swiglu import swiglu
 
 
@@ -65,22 +65,6 @@ class Asked:
     alpha: float = 1.0
     beta: float = 0.0
     dtype: torch.dtype = torch.bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTrace:
-    """Every stage of one batch."""
-
-    act: QuantOutput
-    """[M, H] codes and [M, H / 128] scales."""
-    fc1: Tensor
-    """bf16 [P, 2 * I]."""
-    mid: QuantOutput
-    """[P, I] codes and [P, I / 128] scales."""
-    fc2: Tensor
-    """bf16 [P, H]."""
-    out: Tensor
-    """[M, H] in the output type."""
 
 
 def local_experts(ids: Tensor, experts: Experts) -> Tensor:
@@ -169,14 +153,14 @@ def combine(rows: Tensor, batch: Routed, experts: Experts, recipe: Recipe, asked
     return combining.combine(shaped, batch.weights, owned, recipe.layer[2], asked.dtype)
 
 
-def layer(batch: Routed, experts: Experts, recipe: Recipe, asked: Asked) -> LayerTrace:
+def layer(batch: Routed, experts: Experts, recipe: Recipe, asked: Asked) -> Trace:
     """Run every stage of a recipe, each on the one before."""
     act = quant.act_quant(batch.x, recipe.of(Stage.ACT_QUANT), ue8m0=asked.ue8m0)
     first = fc1(act, batch, experts, recipe)
     mid = swiglu_quant(first, batch, experts, recipe, asked)
     second = fc2(mid, batch, experts, recipe)
     out = combine(second, batch, experts, recipe, asked)
-    return LayerTrace(act=act, fc1=first, mid=mid, fc2=second, out=out)
+    return Trace(act=act, fc1=first, mid=mid, fc2=second, out=out)
 
 
 def _owned(rows: Tensor, expert: Tensor) -> Tensor:

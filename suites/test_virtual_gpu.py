@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which exists for Linux only")
 import torch
 import triton
 import triton.language as tl

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which exists for Linux only")
 import torch
 import triton
 import triton.language as tl

@@ -78,9 +78,15 @@ def _no_seed(tensors, metadata):  # noqa: ARG001
     del metadata["seed"]
 
 
+def _other_recipe(tensors, metadata):  # noqa: ARG001
+    metadata["recipe"] = "ours" if metadata["kind"] != "kernel" else metadata["recipe"]
+    metadata["subject"] = "zzz" if metadata["kind"] == "kernel" else metadata["subject"]
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (_other_recipe, "the metadata contradict each other"),
         (_flip, "output bits were changed"),
         (_flip_and_reseal, r"gave 0x\w+ at .* on the GPU, the reference gives 0x\w+; 1 of"),
         (_schema, "witness schema '99', this version reads '1'"),
@@ -107,6 +113,8 @@ def test_a_missing_file_is_refused(tmp_path: Path):
         witness.check(tmp_path / "absent.safetensors")
     with pytest.raises(WitnessError, match="no witness file"):
         witness.paths_of([tmp_path])
+    with pytest.raises(WitnessError, match="does not exist"):
+        witness.paths_of([tmp_path / "absent"])
 
 
 def test_the_sum_covers_every_bit():

@@ -20,19 +20,19 @@ from moe_parity.kernels.layer_call import LayerCall
 from moe_parity.references import layer as ref
 from moe_parity.references import quant
 from moe_parity.references.formats import canonical_nan, to_f32
-from moe_parity.references.layer import Experts, LayerTrace, Routed, local_experts
-from moe_parity.references.spec import Case, Check, QuantOutput, Recipe, Stage, neighbours
+from moe_parity.references.layer import Routed
+from moe_parity.references.spec import Case, Check, QuantOutput, Recipe, Stage, Trace, neighbours
 
 StageFunction = Callable[[Recipe], dict[str, Tensor]]
 
 
-def run_layer(kernel: Kernel, case: Case, inputs: LayerInputs) -> LayerTrace:
+def run_layer(kernel: Kernel, case: Case, inputs: LayerInputs) -> Trace:
     """Call a layer kernel on inputs that were made for the case."""
     call = LayerCall(case=case, batch=inputs.batch, experts=inputs.experts, asked=inputs.asked)
     handed = [t for t in vars(inputs.batch).values() if isinstance(t, Tensor)]
     before = [t.clone() for t in handed]
     with poisoned_empty():
-        trace: LayerTrace = kernel.run(call)
+        trace: Trace = kernel.run(call)
     if trace.out.is_cuda:
         torch.cuda.synchronize()
     if not all(torch.equal(_raw(t), _raw(kept)) for t, kept in zip(handed, before, strict=True)):
@@ -86,7 +86,7 @@ def check_layer(
 
 
 def stages(
-    trace: LayerTrace, inputs: LayerInputs
+    trace: Trace, inputs: LayerInputs
 ) -> Iterator[tuple[Stage, dict[str, Tensor], StageFunction]]:
     """Yield (stage, what the kernel has, the reference on the kernel's own upstream tensors)."""
     batch, experts, asked = inputs.batch, inputs.experts, inputs.asked
@@ -169,7 +169,10 @@ def judge(
             if matches
             else "No recipe with one decision changed has these bits."
         )
-        text = f"{stage} of {kernel.name} differs from recipe {recipe.name} {message}; {wrong} of {total} outputs. {why}"  # fmt: skip  # noqa: E501
+        text = (
+            f"{stage} of {kernel.name} differs from recipe {recipe.name} {message}; {wrong} of "
+            f"{total} outputs. {why}"
+        )
         return dataclasses.replace(
             verdict, verdict="fail", differing=wrong, message=text, decision=" or ".join(matches)
         )
@@ -215,14 +218,17 @@ def _difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[in
 def whole_layer(
     kernel: Kernel,
     case: Case,
-    trace: LayerTrace,
-    expected: LayerTrace,
+    trace: Trace,
+    expected: Trace,
     inputs: LayerInputs,
     recipe: Recipe,
 ) -> Verdict:
     """Compare the output with the reference from the first stage on."""
     wrong, message = _difference({"out": trace.out}, {"out": expected.out})
-    text = f"layer of {kernel.name} differs from recipe {recipe.name} {message}; {wrong} of {trace.out.numel()} outputs."  # fmt: skip  # noqa: E501
+    text = (
+        f"layer of {kernel.name} differs from recipe {recipe.name} {message}; {wrong} of "
+        f"{trace.out.numel()} outputs."
+    )
     return Verdict(
         check="exact_layer",
         verdict="fail" if wrong else "pass",
@@ -236,7 +242,7 @@ def whole_layer(
 
 
 def _relative_error(
-    case: Case, trace: LayerTrace, inputs: LayerInputs, *, through_bf16: bool
+    case: Case, trace: Trace, inputs: LayerInputs, *, through_bf16: bool
 ) -> float | None:
     """Return the L2 distance to the unquantized layer, relative; None where it means nothing."""
     if case.values.value != "normal" or case.m * case.i * case.h > 1 << 24:
@@ -246,7 +252,7 @@ def _relative_error(
     return float((trace.out.double() - exact).norm()) / norm if norm else None
 
 
-def alone(kernel: Kernel, case: Case, trace: LayerTrace, inputs: LayerInputs) -> Verdict:
+def alone(kernel: Kernel, case: Case, trace: Trace, inputs: LayerInputs) -> Verdict:
     """Compare the first and the last token, each called alone, with their rows of the batch."""
     if case.m < 2:
         return Verdict(check=Check.ROW_SUBSET, verdict="skip", reason="one token has no batch")
@@ -272,8 +278,3 @@ def rows_of(batch: Routed, tokens: list[int]) -> Routed:
     """Return the batch of some tokens."""
     weights = None if batch.weights is None else batch.weights[tokens].contiguous()
     return Routed(x=batch.x[tokens], ids=batch.ids[tokens].contiguous(), weights=weights)
-
-
-def owned_pairs(batch: Routed, experts: Experts) -> int:
-    """Return how many pairs this rank owns."""
-    return int((local_experts(batch.ids, experts) >= 0).sum())

@@ -7,8 +7,8 @@ import torch
 from moe_parity.kernels.layer_call import LayerCall
 from moe_parity.kernels.moe_triton.registered import unavailable
 from moe_parity.kernels.registry import register
-from moe_parity.references.layer import LayerTrace, local_experts
-from moe_parity.references.spec import Case, Contract, QuantOutput, ScaleFormat, Stage
+from moe_parity.references.layer import local_experts
+from moe_parity.references.spec import Case, Contract, QuantOutput, ScaleFormat, Stage, Trace
 
 
 def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
@@ -19,7 +19,7 @@ def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
     return None
 
 
-def run_path(call: LayerCall, path: str, clamp: str = "before") -> LayerTrace:
+def run_path(call: LayerCall, path: str, clamp: str = "before") -> Trace:
     """Run one path and return its trace; rows of pairs that are not owned are zeroed."""
     from moe_parity.kernels import moe
 
@@ -38,7 +38,7 @@ def run_path(call: LayerCall, path: str, clamp: str = "before") -> LayerTrace:
     def kept(rows: torch.Tensor) -> torch.Tensor:
         return torch.where(owned, rows, torch.zeros_like(rows))
 
-    return LayerTrace(
+    return Trace(
         act=QuantOutput(codes=ran.act_codes, scales=ran.act_scales),
         fc1=kept(ran.fc1),
         mid=QuantOutput(codes=kept(ran.mid_codes), scales=kept(ran.mid_scales)),
@@ -58,7 +58,7 @@ def _register(path: str) -> None:
         triton=True,
         note=f"Our layer, the {path} path.",
     )
-    def layer(call: LayerCall) -> LayerTrace:
+    def layer(call: LayerCall) -> Trace:
         return run_path(call, path)
 
 

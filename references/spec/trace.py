@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
-
-from moe_parity.references.spec.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +21,18 @@ class QuantOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Stage -> its output, in canonical (token, k) rows; may be partial."""
+    """What every stage of one batch left behind, rows in (token, k) order, P = M * k of them.
 
-    stages: Mapping[Stage, QuantOutput] = field(default_factory=dict)
+    Rows of pairs that the rank does not own are zeros.
+    """
+
+    act: QuantOutput
+    """[M, H] codes and [M, H / 128] scales."""
+    fc1: Tensor
+    """bf16 [P, 2 * I]."""
+    mid: QuantOutput
+    """[P, I] codes and [P, I / 128] scales."""
+    fc2: Tensor
+    """bf16 [P, H]."""
+    out: Tensor
+    """[M, H] in the output type."""

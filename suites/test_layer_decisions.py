@@ -1,0 +1,57 @@
+"""Every option of every decision of the GEMMs, SwiGLU and the top-k sum is told by its own inputs.
+
+Reference against reference; the record says how many outputs tell it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from moe_parity.harness.checks.layer import words
+from moe_parity.harness.expect import Recorder
+from moe_parity.references import aims_layer, combine, gemm
+from moe_parity.references.formats import bits_of, f32_to_bf16
+from moe_parity.references.spec import Decision, neighbours
+from moe_parity.references.spec.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
+from moe_parity.references.swiglu import swiglu
+
+CHANGES = [
+    pytest.param(part, decision, changed, id=f"{decision.name}-{option.value}")
+    for part in (GemmRecipe(), SwigluRecipe(), CombineRecipe())
+    for decision, option, changed in neighbours(part)
+]
+
+
+def outcome(recipe: GemmRecipe | SwigluRecipe | CombineRecipe, decision: Decision) -> Tensor:
+    """Return the bits that a part of a recipe gives on a decision's aimed inputs."""
+    made = decision.aim(0)
+    if isinstance(recipe, GemmRecipe):
+        rows = gemm.gemm(made.a, made.a_scale, made.w, made.w_scale, recipe)
+        return words(gemm.finish(rows, made.bias, recipe))
+    if isinstance(recipe, CombineRecipe):
+        return words(combine.sum_of(made.rows, made.weights, recipe))
+    limit = aims_layer.LIMIT if decision.name == "swiglu.clamp_order" else None
+    return bits_of(swiglu(f32_to_bf16(made), recipe, limit=limit))
+
+
+@pytest.mark.parametrize(("part", "decision", "changed"), CHANGES)
+def test_told_by_its_aimed_inputs(part, decision: Decision, changed, parity_recorder: Recorder):
+    original, other = outcome(part, decision), outcome(changed, decision)
+    told = int((original != other).sum())
+    message = f"no output of {decision.aim.__name__} tells {changed} from {part}."
+    parity_recorder.add(
+        {
+            "check": "mutant_told",
+            "verdict": "pass" if told else "fail",
+            "stage": decision.name.partition(".")[0],
+            "device": "reference",
+            "bound": "exact",
+            "compared": original.numel(),
+            "could_show": told,
+            "nearest_mutant": decision.name,
+            "mutant_distance": told,
+            "message": "" if told else message,
+        }
+    )
+    assert told, message
