@@ -34,14 +34,16 @@ BUILTIN = (
     "moe_parity.kernels.moe_triton.registered",
     "moe_parity.kernels.moe_triton.registered_layers",
     "moe_parity.kernels.vendors.deepgemm_casts",
-    "moe_parity.kernels.vendors.vllm_ops",
+    "moe_parity.kernels.vendors.deepgemm_gemms",
+    "moe_parity.kernels.vendors.deepgemm_chain",
+    "moe_parity.kernels.vendors.vllm_quant",
+    "moe_parity.kernels.vendors.vllm_layer_ops",
+    "moe_parity.kernels.vendors.vllm_triton",
 )
 ENTRY_POINTS = "moe_parity.kernels"
-TESTED = (Stage.ACT_QUANT, Stage.WEIGHT_QUANT, Stage.LAYER)
-"""The stages that a kernel can be registered for."""
-
 Run = Callable[[Any], Any]
-"""Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``Trace``."""
+"""Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``Trace``.  Every stage in
+between: ``StageCall`` -> ``Produced``."""
 
 RecipesOf = Callable[[Case, str], tuple[Recipe, ...]]
 Supports = Callable[[Case, str], str | None]
@@ -112,8 +114,6 @@ def register(
         raise KernelError(f"kernel name {name!r}: use lower-case letters, digits and _.")
     if stage not in set(Stage):
         raise KernelError(f"kernel {name}: unknown stage {stage!r}; stages: {', '.join(Stage)}.")
-    if stage not in TESTED:
-        raise KernelError(f"kernel {name}: stage {stage} has no checks yet; these have: {', '.join(TESTED)}.")  # fmt: skip  # noqa: E501
     chosen = recipes if callable(recipes) else _fixed(name, Stage(stage), recipes)
 
     def decorate(run: Run) -> Run:
@@ -151,7 +151,7 @@ def _fixed(name: str, stage: Stage, recipe: object) -> RecipesOf:
         recipe = ALL[recipe]
     if not isinstance(recipe, Recipe):
         raise KernelError(f"kernel {name}: recipes must be a recipe, a name or a function.")
-    if (recipe.gemm is None) if stage is Stage.LAYER else (stage not in recipe.stages):
+    if not recipe.says(stage):
         raise KernelError(f"kernel {name}: recipe {recipe.name} says nothing about stage {stage}.")
     value = (recipe,)
     return lambda case, device: value

@@ -35,6 +35,11 @@ def tiny_groups(seed: int) -> Tensor:
     return _spread(seed, "tiny", torch.where(amax < 2.0**-120, amax, round_bf16(amax)))
 
 
+def twice_tiny_groups(seed: int) -> Tensor:
+    """Two draws of the tiny groups: few of them lie below any one floor."""
+    return torch.cat([tiny_groups(seed), tiny_groups(seed + 1)])
+
+
 def zero_groups(seed: int) -> Tensor:
     """1024 groups of zeros of both signs."""
     sign = keyed.integers(seed, "zero", 1024, GROUP, below=2).int()

@@ -16,6 +16,7 @@ from moe_parity.references.formats import (
     e4m3_decode,
     e4m3_encode,
     from_bits,
+    round_bf16,
     to_f32,
 )
 from moe_parity.references.rounding import div_rn, f32, mul_rn
@@ -41,6 +42,7 @@ ROUNDS_TO_MAX = 464.0
 _AMAX_FLOORS = {
     Floor.AMAX_OVERFLOW: AMAX_OVERFLOW,
     Floor.AMAX_1E_10: 1e-10,
+    Floor.AMAX_1E_10_BF16: 1.000444171950221e-10,
     Floor.AMAX_1E_4: 1e-4,
 }
 _SCALE_FLOORS = {
@@ -139,6 +141,9 @@ def _scale(amax: Tensor, recipe: QuantRecipe, ue8m0: bool) -> Tensor:
     top, one, form = f32(448.0, amax), f32(1.0, amax), recipe.scale_form
     if form is ScaleForm.MUL_RECIP_448:
         scale = mul_rn(amax, div_rn(one, top))
+    elif form is ScaleForm.MUL_RECIP_448_BF16:
+        # The product of two BF16 numbers is exact in fp32.
+        scale = round_bf16(mul_rn(amax, round_bf16(div_rn(one, top))))
     elif ue8m0 or form is ScaleForm.DIV_448:
         # Before a ceiling the two roundings of 1 / (448 / amax) would be one too many.
         scale = div_rn(amax, top)
@@ -158,6 +163,10 @@ def _power_of_two(scale: Tensor, how: PowerOfTwo) -> Tensor:
         return rounding.ceil_pow2_clamped(scale)
     if how is PowerOfTwo.LOG2:
         return special.ex2_approx(torch.ceil(special.libdevice_log2(scale)), ftz=True)
+    if how is PowerOfTwo.LOG2_BF16:
+        # Of a BF16 number the unit's log2 and the exact one round to the same BF16 number.
+        logarithm = round_bf16(torch.log2(scale.double()).float())
+        return special.ex2_approx(torch.ceil(logarithm), ftz=True)
     return from_bits(scale.view(torch.int32) & 0x7F800000)
 
 
@@ -168,6 +177,8 @@ def _apply(x: Tensor, amax: Tensor, scale: Tensor, how: Apply, ue8m0: bool) -> T
         return div_rn(x, scale)
     if how is Apply.DIVIDE_FULL:
         return special.div_full(x, scale)
+    if how is Apply.MUL_RECIP_BF16:
+        return round_bf16(mul_rn(x, round_bf16(div_rn(one, scale))))
     if how is Apply.MUL_RECIP or ue8m0:
         # A multiplier of 448 / amax has no meaning beside a power of two: 1 / s, which is exact.
         return mul_rn(x, div_rn(one, scale))

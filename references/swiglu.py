@@ -11,7 +11,13 @@ from torch import Tensor
 from moe_parity.references import special
 from moe_parity.references.formats import round_bf16, to_f32
 from moe_parity.references.rounding import add_rn, div_rn, f32, mul_rn
-from moe_parity.references.spec.layer_decisions import ClampOrder, ProductRounding, Silu
+from moe_parity.references.spec.layer_decisions import (
+    ClampOrder,
+    ClampRounding,
+    ProductRounding,
+    Shift,
+    Silu,
+)
 from moe_parity.references.spec.recipe import SwigluRecipe
 
 
@@ -35,11 +41,17 @@ def swiglu(
         up = _at_least(_at_most(up, bound), -bound)
         if recipe.clamp_order is ClampOrder.BEFORE:
             gate = _at_most(gate, bound)
+            if recipe.clamp_rounding is not ClampRounding.NONE:
+                gate = round_bf16(gate)
+        if recipe.clamp_rounding is ClampRounding.BOTH:
+            up = round_bf16(up)
     value = silu(gate, recipe.silu, alpha)
     if clamp and recipe.clamp_order is ClampOrder.AFTER:
         value = _at_most(value, bound)
-    if beta:
+    if beta or recipe.shift is not Shift.IF_ANY:
         up = add_rn(up, f32(beta, up))
+    if recipe.shift is Shift.ALWAYS_BF16:
+        up = round_bf16(up)
     if recipe.product_rounding is ProductRounding.TWICE:
         value = round_bf16(value)
     product = mul_rn(value, up)
@@ -50,10 +62,12 @@ def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
     """Return fp32 g * sigmoid(alpha * g)."""
     scaled = gate if alpha == 1.0 else mul_rn(gate, f32(alpha, gate))
     one = f32(1.0, gate)
-    if how in (Silu.MUL_RECIP, Silu.DIV):
+    if how in (Silu.MUL_RECIP, Silu.DIV, Silu.DIV_APPROX):
         denominator = add_rn(one, special.cuda_expf(-scaled))
         if how is Silu.DIV:
             return div_rn(gate, denominator)
+        if how is Silu.DIV_APPROX:
+            return mul_rn(gate, special.rcp_approx(denominator, ftz=False))
         return mul_rn(gate, div_rn(one, denominator))
     if how is Silu.FAST:
         fast = special.ex2_approx(

@@ -6,6 +6,7 @@ Reference against reference; the record says how many outputs tell it.
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor
 
 from moe_parity.harness.checks.layer import words
@@ -31,8 +32,11 @@ def outcome(recipe: GemmRecipe | SwigluRecipe | CombineRecipe, decision: Decisio
         return words(gemm.finish(rows, made.bias, recipe))
     if isinstance(recipe, CombineRecipe):
         return words(combine.sum_of(made.rows, made.weights, recipe))
-    limit = aims_layer.LIMIT if decision.name == "swiglu.clamp_order" else None
-    return bits_of(swiglu(f32_to_bf16(made), recipe, limit=limit))
+    limits = {"swiglu.clamp_order": aims_layer.LIMIT, "swiglu.clamp_rounding": aims_layer.ODD_LIMIT}
+    limit = limits.get(decision.name)
+    betas = (0.0, 1.0) if decision.name == "swiglu.shift" else (0.0,)
+    rows = [swiglu(f32_to_bf16(made), recipe, limit=limit, beta=beta) for beta in betas]
+    return bits_of(torch.cat(rows))
 
 
 @pytest.mark.parametrize(("part", "decision", "changed"), CHANGES)

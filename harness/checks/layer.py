@@ -7,7 +7,7 @@ where it starts; the output is judged once more against the reference from the b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -78,7 +78,8 @@ def check_layer(
     trace = run_layer(kernel, case, inputs)
     recipe = kernel.recipes(case, device)[0]
     for stage, got, function in stages(trace, inputs):
-        yield judge(kernel, stage, got, function, recipe, power=power)
+        mutants = mutants_of(stage, recipe)
+        yield judge(kernel, stage, got, function, recipe, mutants, power=power)
     if whole:
         expected = ref.layer(inputs.batch, inputs.experts, recipe, inputs.asked)
         yield whole_layer(kernel, case, trace, expected, inputs, recipe)
@@ -123,6 +124,8 @@ def words(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor as integers, every NaN the same (the rule of ``one_nan``)."""
     if tensor.dtype is torch.uint8:
         return torch.where((tensor & 0x7F) == 0x7F, 0x7F, tensor.int())
+    if tensor.dtype is torch.int32:
+        return tensor
     if tensor.dtype is torch.float32:
         return canonical_nan(tensor).view(torch.int32)
     bits = tensor.contiguous().view(torch.int16).int()
@@ -154,6 +157,7 @@ def judge(
     got: dict[str, Tensor],
     function: StageFunction,
     recipe: Recipe,
+    mutants: Iterable[tuple[str, Recipe]],
     *,
     power: bool,
 ) -> Verdict:
@@ -163,7 +167,7 @@ def judge(
     total = sum(tensor.numel() for tensor in got.values())
     verdict = Verdict(check=f"exact_{stage}", verdict="pass", recipe=recipe.name, compared=total)
     if wrong:
-        matches = [n for n, r in mutants_of(stage, recipe) if not _difference(got, function(r))[0]]
+        matches = [n for n, r in mutants if not _difference(got, function(r))[0]]
         why = (
             f"The bits match with {' or '.join(matches)}."
             if matches
@@ -177,12 +181,12 @@ def judge(
             verdict, verdict="fail", differing=wrong, message=text, decision=" or ".join(matches)
         )
     if power:
-        masks = {n: differs(function(r), expected) for n, r in mutants_of(stage, recipe)}
+        masks = {n: differs(function(r), expected) for n, r in mutants}
         told = {name: int(mask.sum()) for name, mask in masks.items() if bool(mask.any())}
         nearest = min(told, key=lambda name: told[name]) if told else ""
         return dataclasses.replace(
             verdict,
-            could_show=int(torch.stack(list(masks.values())).any(0).sum()),
+            could_show=int(torch.stack(list(masks.values())).any(0).sum()) if masks else total,
             nearest_mutant=nearest,
             mutant_distance=told.get(nearest),
         )
@@ -203,10 +207,11 @@ def _difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[in
         bad = left != right
         count = int(bad.sum())
         if count and not first:
-            row, column = (int(n) for n in bad.nonzero()[0])
+            place = [int(n) for n in bad.nonzero()[0]]
+            row, column = [0, *place][-2:]
             width = 2 * got[name].element_size()
             mask = (1 << (4 * width)) - 1
-            seen, right_word = int(left[row, column]) & mask, int(right[row, column]) & mask
+            seen, right_word = (int(t[tuple(place)]) & mask for t in (left, right))
             first = (
                 f"at row {row}, column {column} of {name}: got 0x{seen:0{width}x}, expected "
                 f"0x{right_word:0{width}x}"

@@ -76,7 +76,7 @@ def _checks(
         yield finite(kernel, ran, recipe, expected)
     if checks & {Check.WRITE_SET, Check.RERUN}:
         # A second call, on other memory; on the virtual GPU also in another order of programs.
-        with _other_order(kernel, case, device):
+        with other_order(kernel, case, device):
             again = run(kernel, case, x, poison=POISONS[1])
         if Check.WRITE_SET in checks:
             yield write_set(kernel, ran, again)
@@ -86,7 +86,8 @@ def _checks(
         yield row_subset(kernel, case, x, ran)
 
 
-def _other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
+def other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
+    """Return a context in which the virtual GPU runs programs in another order."""
     if kernel.runs_on(device) != "virtual_gpu":
         return nullcontext()
     from moe_parity.kernels.virtual_gpu import shuffled

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton._C.libtriton import ir
 
-from moe_parity.kernels.virtual_gpu import lowering, models
+from moe_parity.kernels.virtual_gpu import contraction, lowering, models
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.plain import PlainOperations
@@ -61,12 +61,17 @@ class VirtualBuilder(PlainOperations):
         read_unit: Callable[[], tensor_core.Unit],
         compiling: Callable[[], AbstractContextManager[None]],
         lanes: np.random.Generator | None,
+        contract: bool = False,
     ) -> None:
         """Prepare a launch.
 
         ``compiling`` gives a context in which Triton's compiler may run, ``read_unit`` the unit
         of the kernel's dots, ``lanes`` the order of atomics within a block (ascending if None).
+        ``contract`` makes an FMA of a product and an addition, as Triton does by default.
         """
+        self.contract = contract
+        self.block = 0
+        """Counts stretches of straight-line code: no contraction across their ends."""
         self.memory = memory
         self.lanes = lanes
         self.program = (0, 0, 0)
@@ -74,6 +79,7 @@ class VirtualBuilder(PlainOperations):
         self.unit: tensor_core.Unit | None = None
         self.used: dict[str, str] = {}
         """Operation and types -> the instructions it stands for."""
+        self.texts: dict[tuple[str, tuple[str, ...], str], str] = {}
         self._read_unit = read_unit
         self._compiling = compiling
         self._models: dict[tuple[str, tuple[str, ...], str], models.Model] = {}
@@ -112,12 +118,17 @@ class VirtualBuilder(PlainOperations):
         target = arguments[-1].dtype if to is None else to
         key = (op + variant, inputs, signature_name(target))
         model = self._models.get(key) or self._find(key)
-        return Value(model(*(a.data for a in arguments)), target, constant)
+        result = Value(model(*(a.data for a in arguments)), target, constant)
+        if self.contract:
+            contraction.mark(op, self.texts[key], arguments, result, self.block)
+        return result
 
     def _find(self, key: tuple[str, tuple[str, ...], str]) -> models.Model:
         op, inputs, output = key
         with self._compiling():
             text = lowering.instructions(op, inputs, output)
+            if self.contract:
+                contraction.check(op, text, lowering.instructions(op, inputs, output, contracted=True))
         model = models.find(text, output)
         if model is None:
             raise UnmodelledOperation(
@@ -126,15 +137,18 @@ class VirtualBuilder(PlainOperations):
                 "add the sequence to kernels/virtual_gpu/models.py once it is measured."
             )
         self._models[key] = model
+        self.texts[key] = text
         self.used[f"{op} {' '.join(inputs)} -> {output}"] = text
         return model
 
     def create_fadd(self, a: Value, b: Value) -> Value:
-        """Return ``a + b``."""
-        return self._float("fadd", a, b)
+        """Return ``a + b``, one FMA where one of them is a product to be contracted."""
+        fused = contraction.addition(a, b, self.block)
+        return self._float("fma", *fused) if fused else self._float("fadd", a, b)
 
     def create_fsub(self, a: Value, b: Value) -> Value:
         """Return ``a - b``; up to Triton 3.7 ``-b`` comes here too, as ``0 - b``."""
+        contraction.refuse(a, b)
         return self._float("fsub", a, b)
 
     def create_fmul(self, a: Value, b: Value) -> Value:
@@ -187,6 +201,8 @@ class VirtualBuilder(PlainOperations):
     def _cast(self, a: Value, ty: Any, rounding: Any = None) -> Value:
         if rounding is not None and rounding != ir.ROUNDING_MODE.RTNE:
             unmodelled(f"a cast of {a.dtype} to {ty.scalar} rounded toward zero")
+        if a.constant and a.dtype.is_int() and not a.data.any():
+            return Value(np.zeros(a.data.shape, numpy_type(ty)), ty.scalar, constant=True)
         return self._float("cast", a, to=ty.scalar)
 
     def create_fp_to_fp(self, a: Value, ty: Any, rounding: Any) -> Value:

@@ -86,8 +86,12 @@ def opcodes(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> dict[
 
 
 @cache
-def instructions(op: str, inputs: tuple[str, ...], output: str) -> str:
+def instructions(
+    op: str, inputs: tuple[str, ...], output: str, *, contracted: bool = False
+) -> str:
     """Return the instructions of ``op`` in order, joined by ``; ``.
+
+    ``contracted`` compiles it as Triton does by default, with contraction into FMAs allowed.
 
     ``inputs`` and ``output`` are Triton type names (``fp32``, ``bf16`` ...).  Operands, a probe's
     constant included, are ``a``, ``b``, ``c``, other registers ``v0``, ``v1`` ... in order of
@@ -97,7 +101,7 @@ def instructions(op: str, inputs: tuple[str, ...], output: str) -> str:
     names = ("x_ptr", "y_ptr", "z_ptr", "out_ptr")
     signature = {name: f"*{ty}" for name, ty in zip(names, types, strict=True)}
     source = ASTSource(probe, {**signature, "OP": "constexpr"}, {(4,): op}, {})
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "enable_fp_fusion": contracted}
     text = triton.compile(source, target=TARGET, options=options).asm["ptx"]
     loads, constant = _OPERANDS.get(op.split("_")[-1], ("abc", ""))
     loads, constant = ("b", "a") if op == "fdiv_of_constant" else (loads, constant)

@@ -49,6 +49,8 @@ class Helpers:
                 f"a condition has shape {[unwrap(n) for n in value.shape]}, and Triton takes "
                 "scalars only: reduce it, or use tl.where."
             )
+        if isinstance(value, tl.tensor):
+            SEMANTIC.builder.block += 1
         return bool(value)
 
     @staticmethod
@@ -101,7 +103,9 @@ def _range(*bounds: Any, **keywords: Any) -> Iterator[Any]:
     for t in tensors[1:]:
         ty = SEMANTIC.integer_promote_impl(ty, t.dtype)
     for i in range(*(int(t.handle.data[0]) for t in tensors)):
+        SEMANTIC.builder.block += 1
         yield tl.tensor(Value(np.array([i]).astype(numpy_type(ty)), ty), ty)
+    SEMANTIC.builder.block += 1
 
 
 def _static_range(*bounds: Any, **keywords: Any) -> range:

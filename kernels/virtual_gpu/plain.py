@@ -7,6 +7,7 @@ versions differ in trailing cache and eviction arguments, which are ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,8 @@ class PlainOperations:
 
     @staticmethod
     def _shaped(a: Value, data: Any) -> Value:
-        return Value(data, a.dtype, a.constant, a.region)
+        moved = None if a.product is None else replace(a.product, factors=None)
+        return Value(data, a.dtype, a.constant, a.region, moved)
 
     def create_splat(self, ty: Any, a: Value) -> Value:
         """Fill a block with a scalar; no copy is made."""

@@ -38,6 +38,16 @@ def signature_name(ty: Any) -> str:
     return _SIGNATURE.get(ty.name, str(ty.name))
 
 
+@dataclass(slots=True, frozen=True)
+class Product:
+    """A product before its rounding, to be contracted with an addition into an FMA."""
+
+    factors: tuple[Value, Value] | None
+    """None where the product was reshaped or is the end of a longer sequence."""
+    block: int
+    """The stretch of straight-line code it was computed in."""
+
+
 @dataclass(slots=True)
 class Value:
     """What a ``tl.tensor`` holds here in place of an IR handle.
@@ -51,6 +61,8 @@ class Value:
     """Known to the compiler, which may fold it or choose another instruction."""
     region: Region | None = None
     """For pointers: the tensor it was derived from, if that is one tensor."""
+    product: Product | None = None
+    """Where contraction is on: the factors, if this is a product that an addition may absorb."""
 
 
 def wrap(data: Array, dtype: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from moe_parity.references.spec.case import (
     Case,
+    Gate,
     Hazard,
     InputDtype,
     Routing,
@@ -21,6 +22,7 @@ __all__ = [
     "Check",
     "Contract",
     "Decision",
+    "Gate",
     "Hazard",
     "InputDtype",
     "Option",

@@ -61,6 +61,19 @@ class Values(_Word):
     """All 2^16 BF16 values in order: a group is one sign and exponent, all mantissas."""
 
 
+class Gate(_Word):
+    """Which gated activation."""
+
+    SILU = "silu"
+    SWIGLUOAI = "swigluoai"
+    """alpha 1.702 in the sigmoid, up + 1."""
+
+    @property
+    def alpha_beta(self) -> tuple[float, float]:
+        """The factor inside the sigmoid and what is added to up."""
+        return (1.0, 0.0) if self is Gate.SILU else (1.702, 1.0)
+
+
 class Routing(_Word):
     """Which experts the tokens choose."""
 
@@ -102,6 +115,7 @@ class Case:
     layout: ScaleLayout = ScaleLayout.ROW
     dtype: InputDtype = InputDtype.BF16
     clamp: float | None = None
+    gate: Gate = Gate.SILU
     ep_rank: int = 0
     ep_size: int = 1
     routing: Routing = Routing.UNIFORM
@@ -127,7 +141,7 @@ class Case:
             words.append("c" + f"{self.clamp:.10f}".rstrip("0").rstrip(".").replace(".", "p"))
         if self.ep_size > 1:
             words.append(f"ep{self.ep_rank}of{self.ep_size}")
-        for name in ("layout", "dtype", "routing", "values", "hazard"):
+        for name in ("gate", "layout", "dtype", "routing", "values", "hazard"):
             if getattr(self, name) != _DEFAULTS[name]:
                 words.append(getattr(self, name).value)
         if self.group != _DEFAULTS["group"]:
@@ -141,7 +155,7 @@ class Case:
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
 _ENUMS: tuple[tuple[str, type[_Word]], ...] = (
-    ("scale", ScaleFormat), ("layout", ScaleLayout), ("dtype", InputDtype),
+    ("scale", ScaleFormat), ("gate", Gate), ("layout", ScaleLayout), ("dtype", InputDtype),
     ("routing", Routing), ("values", Values), ("hazard", Hazard),
 )  # fmt: skip
 

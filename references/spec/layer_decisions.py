@@ -61,6 +61,11 @@ class Silu(Option):
         "TensorRT-LLM Triton decode path",
     )
     DIV_FULL = "div_full", "g /~ RN(1 + tl.exp(-g))", "vLLM Triton kernels"
+    DIV_APPROX = (
+        "div_approx",
+        "RN(g * rcp.approx(RN(1 + expf(-g))))",
+        "vLLM persistent_masked_m_silu_mul_quant",
+    )
     FAST = "fast", "g /f (1 + __expf(-g))", "SGLang silu_and_mul under --use_fast_math"
 
 
@@ -78,6 +83,30 @@ class ClampOrder(Option):
     BEFORE = "before", "min(g, L) before SiLU; up to +-L", "vLLM, TensorRT-LLM SwigluBias"
     AFTER = "after", "min(SiLU(g), L); up to +-L", "SWIGLUSTEP, SGLang gemm1_clamp_limit"
     IGNORED = "ignored", "no clamp at all", "TensorRT-LLM plain Swiglu"
+
+
+class ClampRounding(Option):
+    """What is rounded to BF16 once the limit has acted."""
+
+    NONE = "none", "nothing: the clamped values stay fp32", "TensorRT-LLM, vLLM packed Triton kernel"
+    GATE = "gate", "the gate alone", "vLLM silu_and_mul_with_clamp, its vectorized path"
+    BOTH = "both", "gate and up", "vLLM silu_mul_per_token_group_quant_fp8_colmajor"
+
+
+class Shift(Option):
+    """How beta is added to up."""
+
+    IF_ANY = "if_any", "in fp32, not at all where beta is 0", "TensorRT-LLM, vLLM silu_and_mul"
+    ALWAYS = (
+        "always",
+        "in fp32; a beta of 0 makes -0 a +0",
+        "vLLM silu_and_mul_with_clamp, its packed Triton kernel",
+    )
+    ALWAYS_BF16 = (
+        "always_bf16",
+        "the same, then rounded to BF16",
+        "vLLM silu_mul_per_token_group_quant_fp8_colmajor",
+    )
 
 
 class WeightsAt(Option):
@@ -157,6 +186,18 @@ CLAMP_ORDER = Decision(
     question="Where does the limit act?",
     options=ClampOrder,
     aim=aims.gates_at_the_limit,
+)
+CLAMP_ROUNDING = Decision(
+    name="swiglu.clamp_rounding",
+    question="What is rounded to BF16 after the limit?",
+    options=ClampRounding,
+    aim=aims.gates_past_an_odd_limit,
+)
+SHIFT = Decision(
+    name="swiglu.shift",
+    question="How is beta added to up?",
+    options=Shift,
+    aim=aims.gates_past_an_odd_limit,
 )
 WEIGHTS_AT = Decision(
     name="combine.weights_at",

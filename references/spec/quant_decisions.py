@@ -21,6 +21,11 @@ class Floor(Option):
         "ours: where 448/amax overflows, TensorRT-LLM stores scale 0 and turns zeros into NaN",
     )
     AMAX_1E_10 = "amax_1e-10", "amax at least 1e-10", "vLLM, SGLang"
+    AMAX_1E_10_BF16 = (
+        "amax_1e-10_bf16",
+        "amax at least 1e-10 rounded to BF16, 1.0004442e-10",
+        "vLLM persistent_masked_m_silu_mul_quant",
+    )
     AMAX_1E_4 = "amax_1e-4", "amax at least 1e-4", "DeepGEMM cast helpers"
     SCALE_1E_10 = "scale_1e-10", "scale at least 1e-10", "vLLM silu_mul_quant_fp8_packed"
     SCALE_FUSED = (
@@ -61,6 +66,11 @@ class ScaleForm(Option):
         "1 /f (448 /f amax)",
         "FlashInfer: the TensorRT-LLM source under -use_fast_math",
     )
+    MUL_RECIP_448_BF16 = (
+        "mul_recip_448_bf16",
+        "BF16(amax * BF16(1/448)): 0.2 % low before its rounding",
+        "vLLM persistent_masked_m_silu_mul_quant",
+    )
 
 
 class Apply(Option):
@@ -79,6 +89,11 @@ class Apply(Option):
         "RN(x * (448 /f amax))",
         "SGLang JIT, FlashInfer under -use_fast_math",
     )
+    MUL_RECIP_BF16 = (
+        "mul_recip_bf16",
+        "BF16(x * BF16(1 / s))",
+        "vLLM persistent_masked_m_silu_mul_quant",
+    )
 
 
 class PowerOfTwo(Option):
@@ -94,6 +109,11 @@ class PowerOfTwo(Option):
         "log2",
         "exp2(ceil(log2 s)) with libdevice log2 and ex2.approx",
         "vLLM generic and Triton kernels, SGLang Triton",
+    )
+    LOG2_BF16 = (
+        "log2_bf16",
+        "2^ceil(BF16(log2 s)): the logarithm is rounded before the ceiling",
+        "vLLM persistent_masked_m_silu_mul_quant",
     )
     TRUNCATE = (
         "truncate",
@@ -133,7 +153,7 @@ FLOOR = Decision(
     name="quant.floor",
     question="What keeps the scale of a tiny group away from zero?",
     options=Floor,
-    aim=aims.tiny_groups,
+    aim=aims.twice_tiny_groups,
 )
 ZERO_GROUP = Decision(
     name="quant.zero_group",
@@ -174,7 +194,8 @@ OVERFLOW = Decision(
     # A group's scale covers its elements unless the exponent is clamped below Inf or cut, or
     # nothing keeps 448 / amax from overflowing.
     exists=lambda recipe: (
-        recipe.power_of_two in (PowerOfTwo.BIT_CEIL_CLAMPED, PowerOfTwo.TRUNCATE)
+        recipe.power_of_two
+        in (PowerOfTwo.BIT_CEIL_CLAMPED, PowerOfTwo.TRUNCATE, PowerOfTwo.LOG2_BF16)
         or recipe.floor is Floor.NONE
     ),
 )

@@ -54,6 +54,8 @@ class SwigluRecipe:
     silu: d.Silu = decided(d.SILU, d.Silu.MUL_RECIP)
     product_rounding: d.ProductRounding = decided(d.PRODUCT_ROUNDING, d.ProductRounding.ONCE)
     clamp_order: d.ClampOrder = decided(d.CLAMP_ORDER, d.ClampOrder.BEFORE)
+    clamp_rounding: d.ClampRounding = decided(d.CLAMP_ROUNDING, d.ClampRounding.NONE)
+    shift: d.Shift = decided(d.SHIFT, d.Shift.IF_ANY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,20 @@ class Recipe:
         if stage not in self.stages:
             raise KeyError(f"recipe {self.name} says nothing about stage {stage}.")
         return self.stages[stage]
+
+    def says(self, stage: Stage) -> bool:
+        """Whether the recipe describes ``stage``."""
+        needed: dict[Stage, bool] = {
+            Stage.FC1: self.gemm is not None,
+            Stage.FC2: self.gemm is not None,
+            Stage.SWIGLU: self.swiglu is not None,
+            Stage.SWIGLU_QUANT: self.swiglu is not None and Stage.SWIGLU_QUANT in self.stages,
+            Stage.COMBINE: self.combine is not None,
+            Stage.LAYER: None not in (self.gemm, self.swiglu, self.combine),
+            Stage.ALIGN: True,
+            Stage.PERMUTE: True,
+        }
+        return needed.get(stage, stage in self.stages)
 
     @property
     def layer(self) -> tuple[GemmRecipe, SwigluRecipe, CombineRecipe]:

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_parity.references.spec.layer_decisions import DotUnit, ScaleOrder, Silu
+from moe_parity.references.spec.layer_decisions import (
+    ClampRounding,
+    DotUnit,
+    ProductRounding,
+    ScaleOrder,
+    Shift,
+    Silu,
+    SumStep,
+    WeightsAt,
+)
 from moe_parity.references.spec.quant_decisions import (
     Apply,
     Floor,
@@ -127,7 +136,7 @@ VLLM_TRITON_QUANT = _quantizer(
         scale_form=ScaleForm.MUL_RECIP_448,
         apply=Apply.DIVIDE_FULL,
         power_of_two=PowerOfTwo.LOG2,
-        nan_element=NanElement.LOW,
+        nan_element=NanElement.HIGH,
     ),
 )
 SGLANG_JIT = _quantizer(
@@ -190,6 +199,114 @@ TRTLLM_DECODE = _layer(
     SwigluRecipe(silu=Silu.TL_SIGMOID),
     CombineRecipe(),
 )
+
+def _experts(
+    name: str,
+    source: str,
+    act: Recipe,
+    mid: QuantRecipe,
+    gemm: GemmRecipe,
+    swiglu: SwigluRecipe,
+    combine: CombineRecipe,
+) -> Recipe:
+    """Return a layer whose two quantizers differ."""
+    stages = {Stage.ACT_QUANT: act.of(Stage.ACT_QUANT), Stage.SWIGLU_QUANT: mid}
+    return Recipe(
+        name=name, source=source, stages=stages, gemm=gemm, swiglu=swiglu, combine=combine
+    )
+
+
+_UNFUSED = SwigluRecipe(
+    silu=Silu.DIV,
+    product_rounding=ProductRounding.TWICE,
+    clamp_rounding=ClampRounding.GATE,
+    shift=Shift.IF_ANY,
+)
+_EPILOGUE = CombineRecipe(weights_at=WeightsAt.EPILOGUE, step=SumStep.MUL_ADD)
+VLLM_TRITON = _experts(
+    "vllm_triton",
+    "vLLM 0.33.0 TritonExperts with BLOCK_M of 64 or more; silu_and_mul, moe_sum",
+    VLLM_CUDA,
+    VLLM_CUDA.of(Stage.ACT_QUANT),
+    GemmRecipe(scale_order=ScaleOrder.A_THEN_B),
+    _UNFUSED,
+    _EPILOGUE,
+)
+VLLM_TRITON_SWAP = _experts(
+    "vllm_triton_swap",
+    "vLLM 0.33.0 TritonExperts with BLOCK_M below 64 on SM90: swap-AB, the other scale order",
+    VLLM_CUDA,
+    VLLM_CUDA.of(Stage.ACT_QUANT),
+    GemmRecipe(scale_order=ScaleOrder.B_THEN_A),
+    _UNFUSED,
+    _EPILOGUE,
+)
+VLLM_CLAMPED = dataclasses.replace(
+    VLLM_TRITON,
+    name="vllm_clamped",
+    source="vLLM 0.33.0 silu_and_mul_with_clamp, the vectorized path",
+    swiglu=dataclasses.replace(_UNFUSED, shift=Shift.ALWAYS),
+)
+VLLM_CLAMPED_SCALAR = dataclasses.replace(
+    VLLM_TRITON,
+    name="vllm_clamped_scalar",
+    source="vLLM 0.33.0 silu_and_mul_with_clamp where I is no multiple of 8: the scalar path",
+    swiglu=dataclasses.replace(_UNFUSED, clamp_rounding=ClampRounding.BOTH, shift=Shift.ALWAYS),
+)
+VLLM_FUSED_SILU = _experts(
+    "vllm_fused_silu",
+    "vLLM 0.33.0 _C.silu_and_mul_per_block_quant (TritonExperts without UE8M0; compile fusion)",
+    VLLM_CUDA,
+    QuantRecipe(floor=Floor.SCALE_FUSED, apply=Apply.DIVIDE, nan_element=NanElement.HIGH),
+    GemmRecipe(scale_order=ScaleOrder.A_THEN_B),
+    SwigluRecipe(product_rounding=ProductRounding.NONE),
+    _EPILOGUE,
+)
+_COLMAJOR = SwigluRecipe(
+    silu=Silu.DIV_FULL,
+    product_rounding=ProductRounding.TWICE,
+    clamp_rounding=ClampRounding.BOTH,
+    shift=Shift.ALWAYS_BF16,
+)
+VLLM_DEEPGEMM = _experts(
+    "vllm_deepgemm",
+    "vLLM 0.33.0 DeepGemmExperts on SM90: silu_mul_per_token_group_quant_fp8_colmajor, ep_gather",
+    VLLM_CUDA_UE8M0,
+    VLLM_TRITON_QUANT.of(Stage.ACT_QUANT),
+    GemmRecipe(),
+    _COLMAJOR,
+    CombineRecipe(),
+)
+VLLM_DEEPGEMM_PACKED = _experts(
+    "vllm_deepgemm_packed",
+    "vLLM 0.33.0 DeepGemmExperts with packed UE8M0: silu_mul_quant_fp8_packed",
+    VLLM_CUDA_UE8M0,
+    dataclasses.replace(VLLM_TRITON_QUANT.of(Stage.ACT_QUANT), floor=Floor.SCALE_1E_10),
+    GemmRecipe(),
+    SwigluRecipe(silu=Silu.DIV_FULL, shift=Shift.ALWAYS),
+    CombineRecipe(),
+)
+VLLM_BATCHED = _experts(
+    "vllm_batched",
+    "vLLM 0.33.0 BatchedDeepGemmExperts: _C.persistent_masked_m_silu_mul_quant, all in BF16",
+    VLLM_CUDA,
+    QuantRecipe(
+        floor=Floor.AMAX_1E_10_BF16,
+        scale_form=ScaleForm.MUL_RECIP_448_BF16,
+        apply=Apply.MUL_RECIP_BF16,
+        power_of_two=PowerOfTwo.LOG2_BF16,
+        nan_element=NanElement.LOW,
+    ),
+    GemmRecipe(),
+    SwigluRecipe(silu=Silu.DIV_APPROX, product_rounding=ProductRounding.TWICE),
+    CombineRecipe(),
+)
+DEEPGEMM_GEMM = Recipe(
+    name="deepgemm_gemm",
+    source="DeepGEMM 2.6.1 sm90_fp8_gemm_1d2d, every layout",
+    gemm=GemmRecipe(),
+)
+NO_ROUNDING = Recipe(name="no_rounding", source="integers and copies: alignment, permutation")
 
 ALL: dict[str, Recipe] = {
     recipe.name: recipe for recipe in tuple(globals().values()) if isinstance(recipe, Recipe)

@@ -13,6 +13,8 @@ class Stage(StrEnum):
     ALIGN = "align"
     PERMUTE = "permute"
     FC1 = "fc1"
+    SWIGLU = "swiglu"
+    """SwiGLU alone, where a project quantizes in another kernel."""
     SWIGLU_QUANT = "swiglu_quant"
     FC2 = "fc2"
     COMBINE = "combine"

@@ -1,16 +1,6 @@
-"""vLLM's CUDA quantizers, loaded from a wheel's library without importing vllm.
-
-The library is found in an installed ``vllm``, or named by ``MOE_PARITY_VLLM_LIB`` (the path of
-``_C_stable_libtorch.abi3.so``) with ``MOE_PARITY_VLLM_VERSION``.  One version per process: torch
-has one namespace ``_C``.
-"""
+"""vLLM's CUDA quantizers, per token and group."""
 
 from __future__ import annotations
-
-import os
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution, version
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +8,7 @@ from torch import Tensor
 from moe_parity.kernels.call import Call
 from moe_parity.kernels.errors import KernelError
 from moe_parity.kernels.registry import register
+from moe_parity.kernels.vendors import vllm_package
 from moe_parity.references.spec import (
     Case,
     Contract,
@@ -33,40 +24,7 @@ from moe_parity.references.spec.recipes import (
     VLLM_CUDA_UE8M0_GENERIC,
 )
 
-LIBRARY = "vllm/_C_stable_libtorch.abi3.so"
 _EPS = 1e-10
-
-
-def _library() -> tuple[Path, str] | None:
-    named = os.environ.get("MOE_PARITY_VLLM_LIB")
-    if named:
-        return Path(named), os.environ.get("MOE_PARITY_VLLM_VERSION", "0.33.0")
-    try:
-        return Path(str(distribution("vllm").locate_file(LIBRARY))), version("vllm")
-    except PackageNotFoundError:
-        return None
-
-
-@lru_cache(maxsize=1)
-def unavailable() -> str | None:
-    """Load the library; return None, or why it cannot be used, in one sentence."""
-    found = _library()
-    if found is None:
-        return "vLLM is not installed and MOE_PARITY_VLLM_LIB names no library."
-    if not found[0].is_file():
-        return f"vLLM's library {found[0]} does not exist."
-    if not torch.cuda.is_available():
-        return "vLLM's CUDA ops need a GPU."
-    try:
-        torch.ops.load_library(str(found[0]))
-    except (OSError, RuntimeError) as error:
-        return f"vLLM's library does not load: {str(error).splitlines()[0]}"
-    return None
-
-
-def _divides() -> bool:
-    found = _library()
-    return found is not None and found[1].startswith("0.26")
 
 
 def _supports(case: Case, device: str) -> str | None:
@@ -81,9 +39,9 @@ def _supports(case: Case, device: str) -> str | None:
 
 def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
     if case.scale is ScaleFormat.FP32:
-        return (VLLM_CUDA_0_26,) if _divides() else (VLLM_CUDA,)
+        return (VLLM_CUDA_0_26,) if vllm_package.divides() else (VLLM_CUDA,)
     # Groups other than 128 and fp32 input take the generic kernel, which rounds by log2.
-    register_path = case.group == 128 and case.dtype is not InputDtype.FP32 and not _divides()
+    register_path = case.group == 128 and case.dtype is not InputDtype.FP32 and not vllm_package.divides()
     return (VLLM_CUDA_UE8M0,) if register_path else (VLLM_CUDA_UE8M0_GENERIC,)
 
 
@@ -92,7 +50,7 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
     stage=Stage.ACT_QUANT,
     recipes=_recipes,
     supports=_supports,
-    unavailable=unavailable,
+    unavailable=vllm_package.no_library,
 )
 def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's _C.per_token_group_fp8_quant."""
@@ -129,7 +87,7 @@ def _supports_packed(case: Case, device: str) -> str | None:
     stage=Stage.ACT_QUANT,
     recipes=VLLM_CUDA_UE8M0,
     supports=_supports_packed,
-    unavailable=unavailable,
+    unavailable=vllm_package.no_library,
     contract=Contract(pads_zero=True),
 )
 def vllm_per_token_group_packed(call: Call) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,127 @@
+"""vLLM's Triton kernels and the functions that launch them, taken from the package's own files.
+
+Importing vllm would pull in all of its dependencies.  A kernel refers to Triton's language alone
+and a launcher to a few names besides, so chosen functions are compiled from the file, at their own
+lines, in a namespace of our making; nothing else of the file runs.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_parity.kernels.call import Allocator
+from moe_parity.kernels.errors import KernelError
+from moe_parity.kernels.virtual_gpu import dispatch
+
+PLATFORM = SimpleNamespace(
+    is_cuda=lambda: True,
+    is_rocm=lambda: False,
+    is_fp8_fnuz=lambda: False,
+    is_device_capability=lambda capability: capability == 90,
+    fp8_dtype=lambda: torch.float8_e4m3fn,
+)
+"""What vLLM's ``current_platform`` says on an H200."""
+
+
+class Launchable:
+    """``kernel[grid](...)`` as vLLM writes it, on the real GPU or the virtual one.
+
+    vLLM says nothing of contraction, and Triton's default is to contract.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        """Wrap a JIT function."""
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the launch over ``grid``."""
+
+        def launch(*args: Any, **options: Any) -> None:
+            dispatch(self.kernel, grid, *args, **{"enable_fp_fusion": True, **options})
+
+        return launch
+
+
+class File:
+    """Chosen functions of one file."""
+
+    def __init__(self, path: Path, names: tuple[str, ...], given: Mapping[str, Any]) -> None:
+        """Compile ``names``; launchers see ``given`` besides torch, triton and math.
+
+        Raises KernelError where the file is missing or lacks a name.
+        """
+        if not path.is_file():
+            raise KernelError(f"{path} does not exist: is this an unpacked vLLM wheel?")
+        found = {
+            node.name: node
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise KernelError(f"{path} has no function {missing[0]}; this version lacks it.")
+        kernels = [found[n] for n in names if _is_kernel(found[n])]
+        # Only the innermost namespace of kernels: Triton reads their globals for its cache key.
+        inside: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": f"vllm_source_{path.stem}"}
+        _execute(kernels, path, inside, annotations=False)
+        self.names: dict[str, Any] = {
+            "torch": torch, "triton": triton, "tl": tl, "math": math, "functools": functools,
+        }  # fmt: skip
+        self.names |= {node.name: Launchable(inside[node.name]) for node in kernels}
+        self.names |= dict(given)
+        functions = [found[n] for n in names if not _is_kernel(found[n])]
+        _execute(functions, path, self.names, annotations=True)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function of the file."""
+        try:
+            return self.names[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @contextmanager
+    def allocating(self, new: Allocator, *names: str) -> Iterator[None]:
+        """Take what launchers ask of ``torch.empty`` from ``new``, called ``names`` in order."""
+        order = iter(names)
+
+        def empty(*shape: Any, dtype: torch.dtype, device: Any = None) -> Tensor:  # noqa: ARG001
+            sizes = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
+            strides = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]
+            return new(next(order), sizes, tuple(strides), dtype)
+
+        members = {name: getattr(torch, name) for name in dir(torch)} | {"empty": empty}
+        self.names["torch"] = SimpleNamespace(**members)
+        try:
+            yield
+        finally:
+            self.names["torch"] = torch
+
+
+def _is_kernel(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+
+
+def _execute(
+    functions: list[ast.FunctionDef], path: Path, names: dict[str, Any], *, annotations: bool
+) -> None:
+    """Define functions; with ``annotations`` their annotations are not evaluated."""
+    flags = __future__.annotations.compiler_flag if annotations else 0
+    body: list[ast.stmt] = list(functions)
+    code = compile(
+        ast.Module(body=body, type_ignores=[]), str(path), "exec", flags=flags, dont_inherit=True
+    )
+    exec(code, names)
