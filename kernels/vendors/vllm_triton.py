@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parity.kernels.call import Call
 from moe_parity.kernels.moe_triton.registered import unavailable as no_triton
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.stage_call import (
@@ -28,7 +29,16 @@ from moe_parity.kernels.stage_call import (
 from moe_parity.kernels.vendors import vllm_package
 from moe_parity.kernels.vendors.deep_gemm import place
 from moe_parity.references.formats import ue8m0_decode, unpack_ue8m0
-from moe_parity.references.spec import Case, Recipe, Routing, ScaleFormat, Stage, Values
+from moe_parity.references.spec import (
+    Case,
+    Hazard,
+    Recipe,
+    Routing,
+    ScaleFormat,
+    ScaleLayout,
+    Stage,
+    Values,
+)
 from moe_parity.references.spec.recipes import VLLM_TRITON, VLLM_TRITON_SWAP
 
 LAYERS = "vllm/model_executor/layers"
@@ -37,6 +47,8 @@ UTILS = f"{LAYERS}/fused_moe/utils.py"
 GATHER = f"{LAYERS}/fused_moe/deep_gemm_utils.py"
 FP8 = f"{LAYERS}/quantization/utils/fp8_utils.py"
 ALIGNMENT = 128
+CPU_GROUPS = 200
+"""Programs of one group each that the virtual GPU runs in a second or two."""
 
 
 def unavailable() -> str | None:
@@ -149,6 +161,43 @@ def aligned(expert: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     owners = torch.arange(max(count, 1), device=expert.device).repeat_interleave(blocks.long())
     owners = owners.int() if owners.numel() else torch.zeros(1, dtype=torch.int32, device=expert.device)  # fmt: skip  # noqa: E501
     return slots, owners, torch.tensor([rows], dtype=torch.int32, device=expert.device)
+
+
+# --- quantization -------------------------------------------------------------------------------
+
+
+def _supports_quant(case: Case, device: str) -> str | None:
+    if case.scale is ScaleFormat.UE8M0_PACKED:
+        return "the fallback writes fp32 scales."
+    if case.h % case.group:
+        return f"K = {case.h} is not a multiple of the group, {case.group}."
+    if case.hazard is Hazard.TRANSPOSED:
+        return "vLLM asserts contiguous rows."
+    groups = case.m * (case.h // case.group)
+    if device == "cpu" and groups > CPU_GROUPS:
+        return f"{groups} programs of one group are over the CPU's budget of {CPU_GROUPS}."
+    return None if case.m else "an empty grid, which CUDA refuses."
+
+
+@register(
+    "vllm_triton_per_token_group", stage=Stage.ACT_QUANT, recipes="vllm_triton_quant",
+    supports=_supports_quant, unavailable=unavailable, triton=True,
+)  # fmt: skip
+def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
+    """vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
+    file = source(FP8, ("_per_token_group_quant_fp8", "_per_token_group_quant_fp8_colmajor"))
+    x, group = call.x, call.case.group
+    codes, scales = call.new_codes(), call.new_scales()
+    groups = x.shape[0] * (x.shape[1] // group)
+    strides = () if call.case.layout is ScaleLayout.ROW else (scales.stride(1),)
+    kernel = file._per_token_group_quant_fp8_colmajor if strides else file._per_token_group_quant_fp8
+    block = 1 << (group - 1).bit_length()
+    kernel[(groups,)](
+        x, codes.view(torch.float8_e4m3fn), scales, group, x.shape[1], x.stride(0), *strides,
+        1e-10, fp8_min=-448.0, fp8_max=448.0, use_ue8m0=call.case.scale.is_power_of_two,
+        BLOCK=block, num_warps=min(max(block // 256, 1), 8), num_stages=1,
+    )  # fmt: skip
+    return codes, scales
 
 
 # --- SwiGLU with quantization -------------------------------------------------------------------
