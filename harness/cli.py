@@ -119,12 +119,15 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_witness(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="record|verify")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="record|verify|drift")
     record = actions.add_parser("record", help="record the bits that kernels give on this GPU")
     record.add_argument("-o", "--out", type=Path, required=True, metavar="DIR")
     record.add_argument("--kernel", action="append", default=[], metavar="NAME")
     verify = actions.add_parser("verify", help="replay witnesses against the references")
     verify.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="default: our own")
+    drift = actions.add_parser("drift", help="name what changed between two versions of a vendor")
+    drift.add_argument("before", type=Path, metavar="DIR")
+    drift.add_argument("after", type=Path, metavar="DIR")
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -195,6 +198,10 @@ def _witness(args: argparse.Namespace) -> int:
 
     if args.action == "record":
         return witness_set.record(args.out, args.kernel)
+    if args.action == "drift":
+        from moe_parity.harness import drift
+
+        return drift.report(args.before, args.after)
     return witness_set.verify(args.paths)
 
 

@@ -34,10 +34,13 @@ def recipe_table(recipe: Recipe) -> str:
         rows = [("decision", "option", "told by", "hardest to tell from")]
         rows += list(_rows(part))
         blocks.append(f"{recipe.name} ({stages}): {recipe.source}\n{align(rows)}")
-    for part in (recipe.gemm, recipe.swiglu, recipe.combine):
-        if part is not None:
-            chosen = [(d.name, getattr(part, field).value) for field, d in decisions(part).items()]
-            blocks.append(f"{recipe.name}: {recipe.source}\n{align([('decision', 'option'), *chosen])}")
+    for other in (recipe.gemm, recipe.swiglu, recipe.combine):
+        if other is not None:
+            named = decisions(other).items()
+            chosen = [(d.name, getattr(other, field).value) for field, d in named]
+            blocks.append(
+                f"{recipe.name}: {recipe.source}\n{align([('decision', 'option'), *chosen])}"
+            )
     return "\n".join(blocks) or f"{recipe.name}: {recipe.source}"
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from moe_parity.harness import environment
 from moe_parity.harness.checks.layer import check_layer
 from moe_parity.harness.checks.quant import check_quant
+from moe_parity.harness.checks.stage import check_stage
 from moe_parity.harness.errors import ParityError
+from moe_parity.harness.stages import MIDDLE
+from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import KernelError, find, load_file
 from moe_parity.references.spec import Stage, parse_id
+
+
+def _check_of(stage: Stage) -> Callable[..., Iterator[Verdict]]:
+    if stage is Stage.LAYER:
+        return check_layer
+    return check_stage if stage in MIDDLE else check_quant
 
 
 def run(case_id: str, seed: int, device: str | None = None, files: Iterable[str] = ()) -> int:
@@ -29,7 +38,7 @@ def run(case_id: str, seed: int, device: str | None = None, files: Iterable[str]
     reason = kernel.why_not(case, device)
     if reason:
         raise ParityError(f"{kernel.name} does not take {case.id} here: {reason}")
-    check = check_layer if kernel.stage is Stage.LAYER else check_quant
+    check = _check_of(kernel.stage)
     red = 0
     try:
         for verdict in check(kernel, case, device, power=True):

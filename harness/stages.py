@@ -137,7 +137,7 @@ def gate_up_pool(case: Case) -> Tensor:
     parts = [aims_layer.every_gate(case.seed), finite]
     if case.clamp is not None:
         parts += [aims_layer.gates_at_the_limit(case.seed)]
-        parts += [aims_layer.gates_past_an_odd_limit(case.seed)]
+        parts += [torch.nan_to_num(aims_layer.gates_past_an_odd_limit(case.seed), nan=9.0)]
     if case.clamp is None and case.gate is Gate.SILU:
         groups = aimed_pool(case.seed)
         parts.append(torch.cat([torch.full_like(groups, BIG_GATE), groups / BIG_GATE], 1))
@@ -224,9 +224,7 @@ def _grouped(stage: Stage, inputs: GroupedRows, recipe: Recipe) -> Tensor:
 
 def _activated(stage: Stage, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
     assert recipe.swiglu is not None
-    y = swiglu(
-        inputs.rows, recipe.swiglu, limit=inputs.limit, alpha=inputs.alpha, beta=inputs.beta
-    )
+    y = swiglu(inputs.rows, recipe.swiglu, limit=inputs.limit, alpha=inputs.alpha, beta=inputs.beta)
     if stage is Stage.SWIGLU:
         return {"rows": f32_to_bf16(y)}
     part = recipe.of(Stage.SWIGLU_QUANT)

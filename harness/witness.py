@@ -19,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_parity.harness import arithmetic, environment
+from moe_parity.harness import arithmetic, environment, stages
+from moe_parity.harness.checks.layer import words
+from moe_parity.harness.checks.stage import run_stage
 from moe_parity.harness.errors import ParityError
 from moe_parity.harness.inputs import quant_input
 from moe_parity.harness.run import one_nan, reference, run
@@ -84,6 +86,9 @@ def inputs_of(witness: Witness) -> list[Tensor]:
         dot = arithmetic.DotCase(**json.loads(witness.detail))
         return [t for t in arithmetic.operands(dot, witness.seed) if t is not None]
     stage, case = _kernel_case(witness)
+    if stage in stages.MIDDLE:
+        made = vars(stages.stage_inputs(stage, case)).values()
+        return [t for t in made if isinstance(t, Tensor)]
     return [quant_input(case, stage)]
 
 
@@ -96,6 +101,9 @@ def expected_of(witness: Witness, inputs: list[Tensor]) -> dict[str, Tensor]:
         unit = arithmetic.UNITS[witness.subject]
         return {"out": bits_of(tensor_core.dot(*inputs, unit=unit))}
     stage, case = _kernel_case(witness)
+    if stage in stages.MIDDLE:
+        made = stages.stage_inputs(stage, case)
+        return _bits(stages.reference(stage, case, made, ALL[witness.recipe]))
     recipe = ALL[witness.recipe].of(stage)
     return _quant_tensors(reference(stage, case, inputs[0], recipe))
 
@@ -109,17 +117,32 @@ def _quant_tensors(output: QuantOutput) -> dict[str, Tensor]:
     return {"codes": output.codes.contiguous(), "scales": bits_of(output.scales)}
 
 
+def _bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the bits of a stage's tensors, every NaN the same, in as few bytes as they had."""
+    narrow = {torch.uint8: torch.uint8, torch.bfloat16: torch.int16}
+    return {
+        name: words(t.cpu()).to(narrow.get(t.dtype, torch.int32)).contiguous()
+        for name, t in tensors.items()
+    }
+
+
+def _made_on_gpu(kernel: Kernel, case: Case) -> dict[str, Tensor]:
+    if kernel.stage in stages.MIDDLE:
+        inputs = stages.stage_inputs(kernel.stage, case, "cuda")
+        return _bits(run_stage(kernel, case, inputs).produced.outputs)
+    x = quant_input(case, kernel.stage).to("cuda")
+    return _quant_tensors(one_nan(run(kernel, case, x).result))
+
+
 def of_kernel(kernel: Kernel, case: Case, recipe: Recipe, extra: Mapping[str, str]) -> Witness:
     """Run a kernel on the GPU and keep its bits."""
-    x = quant_input(case, kernel.stage).to("cuda")
-    result = one_nan(run(kernel, case, x).result)
     return Witness(
         kind="kernel",
         subject=kernel.name,
         detail=f"{kernel.stage}/{kernel.name}-{case.id}",
         recipe=recipe.name,
         seed=case.seed,
-        tensors=_quant_tensors(result),
+        tensors=_made_on_gpu(kernel, case),
         provenance=provenance(extra),
     )
 

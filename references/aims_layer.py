@@ -118,12 +118,13 @@ ODD_LIMIT = 9.97
 
 
 def gates_past_an_odd_limit(seed: int) -> Tensor:
-    """BF16 [rows, 2 * 128]: gates and ups around 9.97, half of them past it, ups of -0."""
+    """BF16 [rows, 2 * 128]: gates and ups around 9.97, half of them past it, ups of -0 and NaN."""
     gate = ODD_LIMIT + 8.0 * (keyed.uniform(seed, "odd/gate", 64, 128) - 0.5)
     up = ODD_LIMIT + 8.0 * (keyed.uniform(seed, "odd/up", 64, 128) - 0.5)
     sign = 1.0 - 2.0 * keyed.integers(seed, "odd/sign", 64, 128, below=2).float()
     zero = keyed.integers(seed, "odd/zero", 64, 128, below=8) == 0
     up = torch.where(zero, torch.full_like(up, -0.0), up * sign)
+    up[:, ::16] = float("nan")
     return round_bf16(torch.cat([gate, up], 1))
 
 

@@ -12,6 +12,7 @@ from moe_parity.references import special
 from moe_parity.references.formats import round_bf16, to_f32
 from moe_parity.references.rounding import add_rn, div_rn, f32, mul_rn
 from moe_parity.references.spec.layer_decisions import (
+    ClampNan,
     ClampOrder,
     ClampRounding,
     ProductRounding,
@@ -38,7 +39,10 @@ def swiglu(
     clamp = limit is not None and recipe.clamp_order is not ClampOrder.IGNORED
     bound = f32(limit if limit is not None else 0.0, gate)
     if clamp:
-        up = _at_least(_at_most(up, bound), -bound)
+        if recipe.clamp_nan is ClampNan.HIGH:
+            up = _at_least(_at_most(up, bound), -bound)
+        else:
+            up = _at_most(_at_least(up, -bound), bound)
         if recipe.clamp_order is ClampOrder.BEFORE:
             gate = _at_most(gate, bound)
             if recipe.clamp_rounding is not ClampRounding.NONE:

@@ -33,6 +33,7 @@ def outcome(recipe: GemmRecipe | SwigluRecipe | CombineRecipe, decision: Decisio
     if isinstance(recipe, CombineRecipe):
         return words(combine.sum_of(made.rows, made.weights, recipe))
     limits = {"swiglu.clamp_order": aims_layer.LIMIT, "swiglu.clamp_rounding": aims_layer.ODD_LIMIT}
+    limits["swiglu.clamp_nan"] = aims_layer.ODD_LIMIT
     limit = limits.get(decision.name)
     betas = (0.0, 1.0) if decision.name == "swiglu.shift" else (0.0,)
     rows = [swiglu(f32_to_bf16(made), recipe, limit=limit, beta=beta) for beta in betas]

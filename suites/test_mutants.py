@@ -23,6 +23,7 @@ from moe_parity.references.spec import (
     Contract,
     InputDtype,
     QuantRecipe,
+    Recipe,
     Stage,
     Values,
 )

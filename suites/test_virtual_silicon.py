@@ -65,7 +65,9 @@ def test_same_bits_in_the_middle(
     for name, compiled in made[parity_gpu].items():
         wrong += int((words(compiled.cpu()) != words(made["cpu"][name])).sum())
         compared += compiled.numel()
-    message = f"{kernel.name}: the virtual GPU differs from the GPU in {wrong} of {compared} outputs."
+    message = (
+        f"{kernel.name}: the virtual GPU differs from the GPU in {wrong} of {compared} outputs."
+    )
     verdict = Verdict(
         check="virtual_gpu", verdict="fail" if wrong else "pass", compared=compared,
         differing=wrong, message=message if wrong else "",

@@ -29,9 +29,7 @@ class Ran:
     input_kept: bool
 
 
-def run_stage(
-    kernel: Kernel, case: Case, inputs: StageInputs, poison: int = POISONS[0]
-) -> Ran:
+def run_stage(kernel: Kernel, case: Case, inputs: StageInputs, poison: int = POISONS[0]) -> Ran:
     """Call a kernel of a middle stage; whatever it raises passes through.
 
     Raises BadOutputError, in a sentence, where it returns no ``Produced``.

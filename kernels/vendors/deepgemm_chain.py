@@ -80,9 +80,7 @@ def run(call: LayerCall, layout: str) -> Trace:
     how = stages.Activation(
         clamp=clamp, limit=asked.limit or 0.0, alpha=asked.alpha, beta=asked.beta
     )
-    mid, mid_scale = stages.swiglu_quant(
-        first, batch.ids, experts.first, count, how, asked.ue8m0
-    )
+    mid, mid_scale = stages.swiglu_quant(first, batch.ids, experts.first, count, how, asked.ue8m0)
     owned = (expert >= 0)[:, None]
     mid = torch.where(owned, mid, torch.zeros_like(mid))
     mid_scale = torch.where(owned, mid_scale, torch.zeros_like(mid_scale))

@@ -127,5 +127,3 @@ def masked_slots(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, int]:
     own = expert.clamp(min=0)
     slot = placed.slot - placed.starts.long()[own] + own * max_m
     return torch.where(expert >= 0, slot, -1), counts, max_m
-
-

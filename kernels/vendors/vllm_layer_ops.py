@@ -27,7 +27,7 @@ from moe_parity.references.spec import (
     ScaleLayout,
     Stage,
 )
-from moe_parity.references.spec.recipes import VLLM_CLAMPED, VLLM_CLAMPED_SCALAR
+from moe_parity.references.spec.recipes import VLLM_CLAMPED_SCALAR, VLLM_TRITON
 
 GPU = "a CUDA op; it needs a GPU."
 
@@ -67,7 +67,7 @@ def _supports_clamp(case: Case, device: str) -> str | None:
 
 
 def _clamp_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
-    return (VLLM_CLAMPED,) if case.i % 8 == 0 else (VLLM_CLAMPED_SCALAR,)
+    return (VLLM_TRITON,) if case.i % 8 == 0 else (VLLM_CLAMPED_SCALAR,)
 
 
 @register(
@@ -151,9 +151,7 @@ def vllm_persistent_masked_silu_mul_quant(call: StageCall) -> Produced:
     packed = case.scale is ScaleFormat.UE8M0_PACKED
     groups = width // 128
     columns = -(-groups // 4) if packed else groups
-    codes = call.new(
-        "codes", (experts, tallest, width), (tallest * width, width, 1), torch.uint8
-    )
+    codes = call.new("codes", (experts, tallest, width), (tallest * width, width, 1), torch.uint8)
     scales = call.new(
         "scales", (experts, tallest, columns), (tallest * columns, 1, tallest),
         torch.int32 if packed else torch.float32,

@@ -97,7 +97,7 @@ def no_library(name: str = LIBRARIES[0]) -> str | None:
     if not torch.cuda.is_available():
         return "vLLM's CUDA ops need a GPU."
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:
         return f"vLLM's library does not load: {(str(error).splitlines() or [''])[0]}"
     return None

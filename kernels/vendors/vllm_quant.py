@@ -41,7 +41,9 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
     if case.scale is ScaleFormat.FP32:
         return (VLLM_CUDA_0_26,) if vllm_package.divides() else (VLLM_CUDA,)
     # Groups other than 128 and fp32 input take the generic kernel, which rounds by log2.
-    register_path = case.group == 128 and case.dtype is not InputDtype.FP32 and not vllm_package.divides()
+    register_path = (
+        case.group == 128 and case.dtype is not InputDtype.FP32 and not vllm_package.divides()
+    )
     return (VLLM_CUDA_UE8M0,) if register_path else (VLLM_CUDA_UE8M0_GENERIC,)
 
 

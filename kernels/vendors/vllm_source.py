@@ -6,7 +6,6 @@ lines, in a namespace of our making; nothing else of the file runs.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -76,7 +75,11 @@ class File:
             raise KernelError(f"{path} has no function {missing[0]}; this version lacks it.")
         kernels = [found[n] for n in names if _is_kernel(found[n])]
         # Only the innermost namespace of kernels: Triton reads their globals for its cache key.
-        inside: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": f"vllm_source_{path.stem}"}
+        inside: dict[str, Any] = {
+            "triton": triton,
+            "tl": tl,
+            "__name__": f"vllm_source_{path.stem}",
+        }
         _execute(kernels, path, inside, annotations=False)
         self.names: dict[str, Any] = {
             "torch": torch, "triton": triton, "tl": tl, "math": math, "functools": functools,

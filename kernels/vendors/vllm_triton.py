@@ -110,7 +110,7 @@ def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG00
     unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: StageCall) -> Produced:
-    """vLLM fused_moe_kernel, first GEMM."""
+    """VLLM fused_moe_kernel, first GEMM."""
     return _fused_moe(call, weighted=False)
 
 
@@ -119,7 +119,7 @@ def vllm_fused_moe_fc1(call: StageCall) -> Produced:
     unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: StageCall) -> Produced:
-    """vLLM fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
+    """VLLM fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
     return _fused_moe(call, weighted=True)
 
 
@@ -184,13 +184,15 @@ def _supports_quant(case: Case, device: str) -> str | None:
     supports=_supports_quant, unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
-    """vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
+    """VLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
     file = source(FP8, ("_per_token_group_quant_fp8", "_per_token_group_quant_fp8_colmajor"))
     x, group = call.x, call.case.group
     codes, scales = call.new_codes(), call.new_scales()
     groups = x.shape[0] * (x.shape[1] // group)
     strides = () if call.case.layout is ScaleLayout.ROW else (scales.stride(1),)
-    kernel = file._per_token_group_quant_fp8_colmajor if strides else file._per_token_group_quant_fp8
+    kernel = (
+        file._per_token_group_quant_fp8_colmajor if strides else file._per_token_group_quant_fp8
+    )
     block = 1 << (group - 1).bit_length()
     kernel[(groups,)](
         x, codes.view(torch.float8_e4m3fn), scales, group, x.shape[1], x.stride(0), *strides,
@@ -420,7 +422,7 @@ _register_scatter("vllm_ep_scatter_psum", psum=True)
     unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_ep_gather(call: StageCall) -> Produced:
-    """vLLM ep_gather: the top-k sum of rows in an expert-sorted buffer."""
+    """VLLM ep_gather: the top-k sum of rows in an expert-sorted buffer."""
     inputs = call.inputs
     assert isinstance(inputs, ExpertRows)
     tokens, k, width = inputs.rows.shape

@@ -128,7 +128,9 @@ class VirtualBuilder(PlainOperations):
         with self._compiling():
             text = lowering.instructions(op, inputs, output)
             if self.contract:
-                contraction.check(op, text, lowering.instructions(op, inputs, output, contracted=True))
+                contraction.check(
+                    op, text, lowering.instructions(op, inputs, output, contracted=True)
+                )
         model = models.find(text, output)
         if model is None:
             raise UnmodelledOperation(

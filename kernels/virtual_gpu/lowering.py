@@ -86,9 +86,7 @@ def opcodes(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> dict[
 
 
 @cache
-def instructions(
-    op: str, inputs: tuple[str, ...], output: str, *, contracted: bool = False
-) -> str:
+def instructions(op: str, inputs: tuple[str, ...], output: str, *, contracted: bool = False) -> str:
     """Return the instructions of ``op`` in order, joined by ``; ``.
 
     ``contracted`` compiles it as Triton does by default, with contraction into FMAs allowed.

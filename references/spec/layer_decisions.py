@@ -88,7 +88,11 @@ class ClampOrder(Option):
 class ClampRounding(Option):
     """What is rounded to BF16 once the limit has acted."""
 
-    NONE = "none", "nothing: the clamped values stay fp32", "TensorRT-LLM, vLLM packed Triton kernel"
+    NONE = (
+        "none",
+        "nothing: the clamped values stay fp32",
+        "TensorRT-LLM, vLLM packed Triton kernel",
+    )
     GATE = "gate", "the gate alone", "vLLM silu_and_mul_with_clamp, its vectorized path"
     BOTH = "both", "gate and up", "vLLM silu_mul_per_token_group_quant_fp8_colmajor"
 
@@ -96,17 +100,24 @@ class ClampRounding(Option):
 class Shift(Option):
     """How beta is added to up."""
 
-    IF_ANY = "if_any", "in fp32, not at all where beta is 0", "TensorRT-LLM, vLLM silu_and_mul"
+    IF_ANY = "if_any", "in fp32, not at all where beta is 0", "TensorRT-LLM, vLLM per_block_quant"
     ALWAYS = (
         "always",
         "in fp32; a beta of 0 makes -0 a +0",
-        "vLLM silu_and_mul_with_clamp, its packed Triton kernel",
+        "vLLM silu_and_mul, silu_and_mul_with_clamp, its packed Triton kernel",
     )
     ALWAYS_BF16 = (
         "always_bf16",
         "the same, then rounded to BF16",
         "vLLM silu_mul_per_token_group_quant_fp8_colmajor",
     )
+
+
+class ClampNan(Option):
+    """What the limit makes of a NaN in up."""
+
+    HIGH = "high", "+L: the minimum comes first", "vLLM silu_and_mul_with_clamp"
+    LOW = "low", "-L: the maximum comes first", "tl.clamp: vLLM's Triton kernels"
 
 
 class WeightsAt(Option):
@@ -197,6 +208,12 @@ SHIFT = Decision(
     name="swiglu.shift",
     question="How is beta added to up?",
     options=Shift,
+    aim=aims.gates_past_an_odd_limit,
+)
+CLAMP_NAN = Decision(
+    name="swiglu.clamp_nan",
+    question="What does the limit make of a NaN in up?",
+    options=ClampNan,
     aim=aims.gates_past_an_odd_limit,
 )
 WEIGHTS_AT = Decision(

@@ -56,6 +56,7 @@ class SwigluRecipe:
     clamp_order: d.ClampOrder = decided(d.CLAMP_ORDER, d.ClampOrder.BEFORE)
     clamp_rounding: d.ClampRounding = decided(d.CLAMP_ROUNDING, d.ClampRounding.NONE)
     shift: d.Shift = decided(d.SHIFT, d.Shift.IF_ANY)
+    clamp_nan: d.ClampNan = decided(d.CLAMP_NAN, d.ClampNan.HIGH)
 
 
 @dataclass(frozen=True, kw_only=True)

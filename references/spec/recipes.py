@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_parity.references.spec.layer_decisions import (
+    ClampNan,
     ClampRounding,
     DotUnit,
     ProductRounding,
@@ -200,6 +201,7 @@ TRTLLM_DECODE = _layer(
     CombineRecipe(),
 )
 
+
 def _experts(
     name: str,
     source: str,
@@ -220,7 +222,7 @@ _UNFUSED = SwigluRecipe(
     silu=Silu.DIV,
     product_rounding=ProductRounding.TWICE,
     clamp_rounding=ClampRounding.GATE,
-    shift=Shift.IF_ANY,
+    shift=Shift.ALWAYS,
 )
 _EPILOGUE = CombineRecipe(weights_at=WeightsAt.EPILOGUE, step=SumStep.MUL_ADD)
 VLLM_TRITON = _experts(
@@ -241,17 +243,11 @@ VLLM_TRITON_SWAP = _experts(
     _UNFUSED,
     _EPILOGUE,
 )
-VLLM_CLAMPED = dataclasses.replace(
-    VLLM_TRITON,
-    name="vllm_clamped",
-    source="vLLM 0.33.0 silu_and_mul_with_clamp, the vectorized path",
-    swiglu=dataclasses.replace(_UNFUSED, shift=Shift.ALWAYS),
-)
 VLLM_CLAMPED_SCALAR = dataclasses.replace(
     VLLM_TRITON,
     name="vllm_clamped_scalar",
     source="vLLM 0.33.0 silu_and_mul_with_clamp where I is no multiple of 8: the scalar path",
-    swiglu=dataclasses.replace(_UNFUSED, clamp_rounding=ClampRounding.BOTH, shift=Shift.ALWAYS),
+    swiglu=dataclasses.replace(_UNFUSED, clamp_rounding=ClampRounding.BOTH),
 )
 VLLM_FUSED_SILU = _experts(
     "vllm_fused_silu",
@@ -267,6 +263,7 @@ _COLMAJOR = SwigluRecipe(
     product_rounding=ProductRounding.TWICE,
     clamp_rounding=ClampRounding.BOTH,
     shift=Shift.ALWAYS_BF16,
+    clamp_nan=ClampNan.LOW,
 )
 VLLM_DEEPGEMM = _experts(
     "vllm_deepgemm",
@@ -283,7 +280,7 @@ VLLM_DEEPGEMM_PACKED = _experts(
     VLLM_CUDA_UE8M0,
     dataclasses.replace(VLLM_TRITON_QUANT.of(Stage.ACT_QUANT), floor=Floor.SCALE_1E_10),
     GemmRecipe(),
-    SwigluRecipe(silu=Silu.DIV_FULL, shift=Shift.ALWAYS),
+    SwigluRecipe(silu=Silu.DIV_FULL, shift=Shift.ALWAYS, clamp_nan=ClampNan.LOW),
     CombineRecipe(),
 )
 VLLM_BATCHED = _experts(
