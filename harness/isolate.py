@@ -1,4 +1,4 @@
-"""A child process with a time limit: a vendor that crashes, hangs or corrupts CUDA ends it alone."""
+"""A child process with a time limit: a vendor that crashes or hangs ends it, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The middle stages as problems: their inputs by case, the reference, the neighbours of a recipe."""
+"""The middle stages as problems: inputs by case, the reference, a recipe's neighbours."""
 
 from __future__ import annotations
 

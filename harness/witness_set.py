@@ -76,8 +76,8 @@ def record(out: Path, names: Iterable[str] = ()) -> int:
     """Record witnesses on a GPU: of the named kernels, or of everything that runs here.
 
     Prints a line for each file.  Each kernel runs in a process of its own, with a time limit: one
-    that crashes or hangs is one failed line, and the result 1 instead of 0.  Raises ParityError without a GPU, for an unknown
-    kernel, and where ``out`` cannot be written.
+    that crashes or hangs is one failed line, and the result 1 instead of 0.  Raises
+    ParityError without a GPU, for an unknown kernel, and where ``out`` cannot be written.
     """
     names = list(names)
     witness.provenance()  # refuses at once where there is no GPU

@@ -101,9 +101,11 @@ class FakeModule:
         self.rows = 128
 
     def get_mk_alignment_for_contiguous_layout(self) -> int:
+        """Return the rows of a tile."""
         return self.rows
 
     def set_mk_alignment_for_contiguous_layout(self, rows: int) -> None:
+        """Set the rows of a tile."""
         self.rows = rows
 
 

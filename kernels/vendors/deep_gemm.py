@@ -2,8 +2,8 @@
 
 Every layout runs the kernel sm90_fp8_gemm_1d2d: per 128 of K four FP8 WGMMA steps from a fresh
 accumulator, RN(s_a * s_b), one FMA, at the end one rounding to BF16.  What differs is which rows
-are read and written; :func:`contiguous_fates` and its like say so.  ``import deep_gemm`` needs CUDA,
-so it happens in the first call.
+are read and written: :func:`row_fates`, :func:`masked_fates`.  ``import deep_gemm`` needs CUDA, so
+it happens in the first call.
 """
 
 from __future__ import annotations

@@ -414,13 +414,22 @@ _register_scatter("vllm_ep_scatter", psum=False)
 _register_scatter("vllm_ep_scatter_psum", psum=True)
 
 
+def _supports_gather(case: Case, device: str) -> str | None:  # noqa: ARG001
+    if case.routing is Routing.HOLES:
+        return "vLLM's ids are those of experts."
+    if vllm_package.divides() and case.h % 1024 and case.h & (case.h - 1):
+        return f"0.26.0 does not compile for H = {case.h}: its block is no power of two."
+    return None if case.m else "an empty grid, which CUDA refuses."
+
+
 @register(
-    "vllm_ep_gather", stage=Stage.COMBINE, recipes="vllm_deepgemm",
-    supports=lambda case, device: "vLLM's ids are those of experts."
-    if case.routing is Routing.HOLES
-    else None if case.m else "an empty grid, which CUDA refuses.",
-    unavailable=unavailable, triton=True,
-)  # fmt: skip
+    "vllm_ep_gather",
+    stage=Stage.COMBINE,
+    recipes="vllm_deepgemm",
+    supports=_supports_gather,
+    unavailable=unavailable,
+    triton=True,
+)
 def vllm_ep_gather(call: StageCall) -> Produced:
     """VLLM ep_gather: the top-k sum of rows in an expert-sorted buffer."""
     inputs = call.inputs

@@ -1,0 +1,150 @@
+"""The numbers of docs/findings.md, computed by the recipes that were proven on the real kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_parity.harness.checks.layer import words
+from moe_parity.harness.checks.stage import run_stage
+from moe_parity.harness.expect import Recorder
+from moe_parity.harness.stages import BIG_GATE
+from moe_parity.kernels import find
+from moe_parity.kernels.stage_call import GateUpRows
+from moe_parity.references import keyed, quant
+from moe_parity.references.formats import f32_to_bf16, from_bits, round_bf16
+from moe_parity.references.rounding import ceil_pow2, div_rn, f32
+from moe_parity.references.spec import Case, Recipe, ScaleFormat, Stage
+from moe_parity.references.spec.quant_decisions import PowerOfTwo
+from moe_parity.references.spec.recipes import (
+    VLLM_BATCHED,
+    VLLM_CUDA_UE8M0,
+    VLLM_CUDA_UE8M0_GENERIC,
+    VLLM_FUSED_SILU,
+    VLLM_TRITON,
+    VLLM_TRITON_QUANT,
+)
+from moe_parity.references.swiglu import swiglu
+
+
+def every_amax() -> Tensor:
+    """Return every positive normal BF16 number whose 32nd is one too, and below 2^120, fp32."""
+    word = torch.arange(0x0600, 0x7B80, dtype=torch.int32) << 16
+    return from_bits(word)
+
+
+def groups_of(amax: Tensor) -> Tensor:
+    """Return bf16 rows [A, 256] that SwiGLU turns into groups of one amax and smaller values."""
+    share = (torch.arange(128) + 1.0) / 128.0
+    y = round_bf16(amax[:, None] * share)
+    return f32_to_bf16(torch.cat([torch.full_like(y, BIG_GATE), y / BIG_GATE], 1))
+
+
+def activated(rows: Tensor, recipe: Recipe, *, ue8m0: bool):
+    assert recipe.swiglu is not None
+    y = swiglu(rows, recipe.swiglu)
+    return quant.act_quant(y, recipe.of(Stage.SWIGLU_QUANT), ue8m0=ue8m0)
+
+
+def right_power(amax: Tensor) -> Tensor:
+    """Return the smallest power of two s with amax / s at most 448."""
+    return ceil_pow2(div_rn(amax, f32(448.0, amax)))
+
+
+def test_persistent_masked_takes_an_exponent_too_small():
+    """The logarithm is rounded to BF16 before the ceiling: 1,829 of 30,080 BF16 amax saturate."""
+    amax = every_amax()
+    out = activated(groups_of(amax), VLLM_BATCHED, ue8m0=True)
+    short = out.scales[:, 0] < right_power(amax)
+    assert (int(short.sum()), amax.numel()) == SHORT
+    assert bool((out.scales[short, 0] * 2 == right_power(amax[short])).all())
+    one = amax[short & (amax >= 1.0)][0]
+    assert float(one) == SMALLEST_FROM_ONE
+    row = int((amax == one).nonzero()[0, 0])
+    assert float(out.scales[row, 0]) == float(right_power(one.reshape(1))) / 2
+    assert int(out.codes[row, -1]) == 0x7E
+
+
+SHORT = (0, 0)
+SMALLEST_FROM_ONE = 0.0
+
+
+@pytest.mark.parametrize("scale", [ScaleFormat.FP32, ScaleFormat.UE8M0])
+def test_every_amax_on_the_real_op(
+    scale: ScaleFormat, parity_device: str, parity_recorder: Recorder
+):
+    """_C.persistent_masked_m_silu_mul_quant gives the recipe's bits for every BF16 amax."""
+    kernel = find("vllm_persistent_masked_silu_mul_quant")
+    amax = every_amax()
+    case = Case(m=amax.numel(), i=128, scale=scale)
+    reason = kernel.why_not(case, parity_device)
+    if reason:
+        pytest.skip(f"{kernel.name}: {reason}")
+    rows = groups_of(amax).to(parity_device)
+    counts = torch.tensor([amax.numel()], dtype=torch.int32, device=parity_device)
+    inputs = GateUpRows(rows=rows, counts=counts, limit=None, alpha=1.0, beta=0.0)
+    got = run_stage(kernel, case, inputs).produced.outputs
+    want = activated(rows, VLLM_BATCHED, ue8m0=scale.is_power_of_two)
+    wrong = int((words(got["codes"]) != words(want.codes)).sum())
+    wrong += int((words(got["scales"].contiguous()) != words(want.scales)).sum())
+    total = want.codes.numel() + want.scales.numel()
+    message = f"{kernel.name}: {wrong} of {total} outputs differ over every amax."
+    parity_recorder.add(
+        {
+            "check": "every_amax", "verdict": "fail" if wrong else "pass", "kernel": kernel.name,
+            "recipe": VLLM_BATCHED.name, "stage": "swiglu_quant", "scale": scale.value,
+            "device": parity_device, "bound": "exact", "compared": total, "differing": wrong,
+            "message": message if wrong else "",
+        }
+    )  # fmt: skip
+    assert not wrong, message
+
+
+def test_the_logarithm_misses_powers_of_two():
+    """UE8M0 by log2 loses the ceiling for fp32 amax just above 448 * 2^k; BF16 amax never do."""
+    edge = torch.tensor([448.0 * 2.0**k for k in range(-30, 30)])
+    bits = edge.view(torch.int32)[:, None] + torch.arange(1, 9, dtype=torch.int32)
+    amax = from_bits(bits.flatten())
+    x = torch.zeros(amax.numel(), 128)
+    x[:, 0] = amax
+    generic = VLLM_CUDA_UE8M0_GENERIC.of(Stage.ACT_QUANT)
+    exact = dataclasses.replace(generic, power_of_two=PowerOfTwo.BIT_CEIL)
+    short = quant.act_quant(x, generic, ue8m0=True).scales < quant.act_quant(x, exact, ue8m0=True).scales  # fmt: skip  # noqa: E501
+    assert int(short.sum()) == LOST
+    short_bf16 = every_amax()
+    y = torch.zeros(short_bf16.numel(), 128)
+    y[:, 0] = short_bf16
+    both = [quant.act_quant(y, part, ue8m0=True).scales for part in (generic, exact)]
+    assert torch.equal(*both)
+
+
+LOST = 0
+
+
+def test_the_compile_fusion_changes_the_format():
+    """silu_and_mul then UE8M0 quantization against the op that replaces them: no scale is equal."""
+    rows = f32_to_bf16(keyed.normal(0, "fusion", 256, 2048))
+    pair = swiglu(rows, VLLM_TRITON.swiglu)
+    before = quant.act_quant(pair, VLLM_CUDA_UE8M0.of(Stage.ACT_QUANT), ue8m0=True)
+    after = activated(rows, VLLM_FUSED_SILU, ue8m0=False)
+    codes = int((before.codes != after.codes).sum())
+    scales = int((before.scales != after.scales).sum())
+    assert (codes, before.codes.numel()) == FUSED_CODES
+    assert (scales, before.scales.numel()) == FUSED_SCALES
+
+
+FUSED_CODES = (0, 0)
+FUSED_SCALES = (0, 0)
+
+
+def test_tiny_groups_differ_between_vllms_two_quantizers():
+    """A zero group: 2^-33 from the CUDA op, 2^-42 from the Triton one that rows with gaps take."""
+    zero = torch.zeros(1, 128)
+    scales = [
+        float(quant.act_quant(zero, r.of(Stage.ACT_QUANT), ue8m0=True).scales[0, 0])
+        for r in (VLLM_CUDA_UE8M0, VLLM_TRITON_QUANT)
+    ]
+    assert scales == [2.0**-33, 2.0**-42]
