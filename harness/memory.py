@@ -26,7 +26,7 @@ class Output:
     """The whole allocation, uint8 [bytes]."""
     poison: int
     owned: int
-    """Bytes from the view's start to the end of its padding."""
+    """Bytes from the view's start to its last element."""
 
     def written_bytes(self) -> Tensor:
         """Return a mask over the storage: bytes that belong to the view."""
@@ -75,7 +75,7 @@ class PoisonedAllocator:
                 view=view,
                 storage=storage,
                 poison=self.poison,
-                owned=(extent + pad) * size,
+                owned=extent * size,
             )
         )
         return view

@@ -14,10 +14,12 @@ from moe_parity.harness import witness
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.witness import SHIPPED, WitnessError
 
-FILES = sorted(SHIPPED.glob("*.safetensors"))
+FILES = sorted(SHIPPED.glob("**/*.safetensors"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: "-".join(path.relative_to(SHIPPED).with_suffix("").parts)
+)
 def test_replays(path: Path, parity_recorder: Recorder):
     """The reference gives the bits that the GPU gave."""
     compared = witness.check(path)
@@ -37,8 +39,8 @@ def test_replays(path: Path, parity_recorder: Recorder):
 
 
 def test_they_are_small():
-    """All witnesses together stay under 1 MB."""
-    assert sum(path.stat().st_size for path in FILES) < 1_000_000
+    """All witnesses together stay under 5 MB."""
+    assert sum(path.stat().st_size for path in FILES) < 5_000_000
 
 
 def _copy(tmp_path: Path, change) -> Path:
