@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from moe_parity.kernels import virtual_gpu as vg
+from moe_parity.references.rounding import fma_rn
 
 
 @triton.jit
@@ -117,10 +118,10 @@ def test_an_argmax_is_refused_only_where_a_nan_makes_it_ambiguous() -> None:
         vg.launch(refused, (1,), x, o, OP="argmax")
 
 
-def test_contraction_is_refused_and_its_absence_is_read_from_the_ptx() -> None:
+def test_the_absence_of_contraction_is_read_from_the_ptx() -> None:
     x, o = torch.ones(256), torch.zeros(256)
-    with pytest.raises(vg.UnmodelledOperation, match="enable_fp_fusion"):
-        vg.launch(scaled_add, (1,), x, o, 0.5, BLOCK=256, enable_fp_fusion=True)
+    vg.launch(scaled_add, (1,), x, o, 0.5, BLOCK=256, enable_fp_fusion=True)
+    assert (o == 0.5).all()
     assert not any("fma" in op for op in vg.opcodes(scaled_add, x, o, 0.5, BLOCK=256))
     fused = vg.opcodes(scaled_add, x, o, 0.5, BLOCK=256, enable_fp_fusion=True)
     assert any("fma" in op for op in fused)
@@ -255,3 +256,56 @@ def test_triton_is_as_before_after_a_launch_that_failed() -> None:
     with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
         racy(1.0)
     assert "st.global" in vg.ptx(racy, torch.zeros(1, dtype=torch.int32))
+
+
+@triton.jit
+def contracted(x_ptr, o_ptr, OP: tl.constexpr):
+    i = tl.arange(0, 64)
+    x = tl.load(x_ptr + i)
+    r = x * x
+    if OP == "two products":
+        r = x * x + x * 3.0
+    elif OP == "difference":
+        r = x * x - x
+    elif OP == "reshaped":
+        r = tl.reshape(tl.reshape(x * x, (8, 8)) + 1.0, (64,))
+    elif OP == "loop":
+        for _n in range(2):
+            r = r + x
+    elif OP == "twice":
+        y = x * x
+        r = (y + 1.0) * (y + 2.0)
+    elif OP == "chain":
+        r = tl.zeros((64,), tl.float32)
+        for n in range(3):
+            r += x * (x + n) * 0.7
+    tl.store(o_ptr + i, r)
+
+
+@pytest.mark.parametrize("op", ["two products", "difference", "reshaped", "loop"])
+def test_uncertain_contractions_raise(op: str):
+    x = torch.randn(64)
+    with pytest.raises(vg.UnmodelledOperation, match="product"):
+        vg.launch(contracted, (1,), x, torch.empty(64), OP=op, enable_fp_fusion=True)
+    vg.launch(contracted, (1,), x, torch.empty(64), OP=op)
+
+
+@pytest.mark.parametrize(("op", "count"), [("twice", 2), ("chain", 3)])
+def test_contractions_are_those_of_the_compiled_kernel(op: str, count: int):
+    """A product used twice is contracted twice; in a loop, once an iteration."""
+    x = torch.randn(64)
+    out, apart = torch.empty(64), torch.empty(64)
+    vg.launch(contracted, (1,), x, out, OP=op, enable_fp_fusion=True)
+    vg.launch(contracted, (1,), x, apart, OP=op)
+    if op == "twice":
+        want = fma_rn(x, x, torch.ones(64)) * fma_rn(x, x, torch.full((64,), 2.0))
+    else:
+        want = torch.zeros(64)
+        for n in range(3):
+            want = fma_rn(x * (x + n), torch.full((64,), 0.7), want)
+    assert torch.equal(out, want)
+    assert not torch.equal(out, apart)
+    found = vg.opcodes(contracted, x, out, OP=op, enable_fp_fusion=True)
+    # 64 elements on 128 threads: an operation is one instruction, loops are unrolled or not.
+    assert found.get("fma.rn.f32", 0) in (count, 1)
+    assert "fma.rn.f32" not in vg.opcodes(contracted, x, out, OP=op)

@@ -110,7 +110,7 @@ def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG00
     unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: StageCall) -> Produced:
-    """VLLM fused_moe_kernel, first GEMM."""
+    """Call vLLM's fused_moe_kernel, first GEMM."""
     return _fused_moe(call, weighted=False)
 
 
@@ -119,7 +119,7 @@ def vllm_fused_moe_fc1(call: StageCall) -> Produced:
     unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: StageCall) -> Produced:
-    """VLLM fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
+    """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
     return _fused_moe(call, weighted=True)
 
 
@@ -184,7 +184,7 @@ def _supports_quant(case: Case, device: str) -> str | None:
     supports=_supports_quant, unavailable=unavailable, triton=True,
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
-    """VLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
+    """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
     file = source(FP8, ("_per_token_group_quant_fp8", "_per_token_group_quant_fp8_colmajor"))
     x, group = call.x, call.case.group
     codes, scales = call.new_codes(), call.new_scales()
@@ -431,7 +431,7 @@ def _supports_gather(case: Case, device: str) -> str | None:  # noqa: ARG001
     triton=True,
 )
 def vllm_ep_gather(call: StageCall) -> Produced:
-    """VLLM ep_gather: the top-k sum of rows in an expert-sorted buffer."""
+    """Call vLLM's ep_gather: the top-k sum of rows in an expert-sorted buffer."""
     inputs = call.inputs
     assert isinstance(inputs, ExpertRows)
     tokens, k, width = inputs.rows.shape

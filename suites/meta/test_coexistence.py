@@ -1,4 +1,4 @@
-"""Ours, a package called ``kernels`` (as transformers imports) and a vLLM-like one, in any order."""
+"""Ours, transformers with its package ``kernels``, and a vLLM-like one, imported in any order."""
 
 from __future__ import annotations
 

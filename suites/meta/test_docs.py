@@ -33,6 +33,7 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 CODE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
+PRODUCTION = ROOT / "docs/measurements/data/production-h200-2026-11-29.jsonl.xz"
 
 
 # --- generated parts -----------------------------------------------------------------------------
@@ -81,9 +82,21 @@ def measured() -> list[dict[str, object]]:
 
 
 def kernel_measurements() -> str:
-    """Sum the committed run by kernel, check and recipe."""
+    """Sum the committed run of the quantizers."""
+    return sums_of(measured())
+
+
+def production_measurements() -> str:
+    """Sum the exact checks of the production run."""
+    lines = lzma.decompress(PRODUCTION.read_bytes()).decode().splitlines()
+    names = ("exact", "virtual_gpu", "same_rows", "every_amax", "exact_layer", "write_set")
+    return sums_of([r for r in map(json.loads, lines) if r["check"] in names])
+
+
+def sums_of(records: list[dict[str, object]]) -> str:
+    """Sum records by kernel, check and recipe."""
     total: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for r in measured():
+    for r in records:
         if r["check"] != "model" and r["verdict"] != "skip":
             names = [str(r.get(key, "")) for key in ("kernel", "check", "recipe")]
             sums = {key: r.get(key, 0) for key in ("compared", "differing", "could_show")}
@@ -114,6 +127,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "words": word_table,
     "kernel_measurements": kernel_measurements,
     "model_measurements": model_measurements,
+    "production_measurements": production_measurements,
 }
 
 
