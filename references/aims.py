@@ -35,11 +35,6 @@ def tiny_groups(seed: int) -> Tensor:
     return _spread(seed, "tiny", torch.where(amax < 2.0**-120, amax, round_bf16(amax)))
 
 
-def twice_tiny_groups(seed: int) -> Tensor:
-    """Two draws of the tiny groups: few of them lie below any one floor."""
-    return torch.cat([tiny_groups(seed), tiny_groups(seed + 1)])
-
-
 def zero_groups(seed: int) -> Tensor:
     """1024 groups of zeros of both signs."""
     sign = keyed.integers(seed, "zero", 1024, GROUP, below=2).int()
@@ -108,8 +103,14 @@ def infinite_elements(seed: int) -> Tensor:
 
 
 def past_the_end(seed: int) -> Tensor:
-    """Elements that pass 448: infinities under a clamped scale, tiny groups under 448 / amax."""
-    return torch.cat([infinite_elements(seed), tiny_groups(seed)])
+    """Elements that pass 448: infinities under a clamped scale, tiny groups under 448 / amax.
+
+    And groups of one value, every BF16 mantissa in 60 binades: a scale half of what it should be.
+    """
+    mantissa = (1.0 + torch.arange(128) / 128.0).repeat(60)
+    value = mantissa * torch.pow(2.0, torch.arange(-30, 30).repeat_interleave(128).float())
+    whole = value[:, None].expand(-1, GROUP)
+    return torch.cat([infinite_elements(seed), tiny_groups(seed), whole])
 
 
 def nan_elements(seed: int) -> Tensor:

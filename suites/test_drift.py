@@ -44,7 +44,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     printed = capsys.readouterr().out
     assert "5 of 12288 codes differ between vllm 0.26.0 and vllm 0.33.0" in printed
     assert "quant.apply: divide -> mul_recip." in printed
-    assert "2 of 23 cases differ, in 95 outputs" in printed
+    assert "2 of 27 cases differ, in 95 outputs" in printed
 
 
 def test_folders_without_a_common_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

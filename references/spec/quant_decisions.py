@@ -21,11 +21,6 @@ class Floor(Option):
         "ours: where 448/amax overflows, TensorRT-LLM stores scale 0 and turns zeros into NaN",
     )
     AMAX_1E_10 = "amax_1e-10", "amax at least 1e-10", "vLLM, SGLang"
-    AMAX_1E_10_BF16 = (
-        "amax_1e-10_bf16",
-        "amax at least 1e-10 rounded to BF16, 1.0004442e-10",
-        "vLLM persistent_masked_m_silu_mul_quant",
-    )
     AMAX_1E_4 = "amax_1e-4", "amax at least 1e-4", "DeepGEMM cast helpers"
     SCALE_1E_10 = "scale_1e-10", "scale at least 1e-10", "vLLM silu_mul_quant_fp8_packed"
     SCALE_FUSED = (
@@ -153,7 +148,7 @@ FLOOR = Decision(
     name="quant.floor",
     question="What keeps the scale of a tiny group away from zero?",
     options=Floor,
-    aim=aims.twice_tiny_groups,
+    aim=aims.tiny_groups,
 )
 ZERO_GROUP = Decision(
     name="quant.zero_group",

@@ -288,7 +288,8 @@ VLLM_BATCHED = _experts(
     "vLLM 0.33.0 BatchedDeepGemmExperts: _C.persistent_masked_m_silu_mul_quant, all in BF16",
     VLLM_CUDA,
     QuantRecipe(
-        floor=Floor.AMAX_1E_10_BF16,
+        # It floors at BF16(1e-10): after the scale's rounding the same function.
+        floor=Floor.AMAX_1E_10,
         scale_form=ScaleForm.MUL_RECIP_448_BF16,
         apply=Apply.MUL_RECIP_BF16,
         power_of_two=PowerOfTwo.LOG2_BF16,

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from moe_parity.harness.listing import kernels_table, recipe_table
 from moe_parity.kernels import all_kernels
+from moe_parity.references.spec import QuantRecipe, decisions
+from moe_parity.references.spec.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
 from moe_parity.references.spec.recipes import ALL
 
 
 def test_every_recipe_has_a_table():
     """Two recipes that differ in which decisions exist; a decision that cannot show says so."""
     ours, vllm = recipe_table(ALL["ours"]), recipe_table(ALL["vllm_cuda"])
-    for line in ours.splitlines()[2:]:
-        name, _, told, *_ = line.split()
-        assert name.startswith("quant.")
-        assert int(told) >= 1000
+    quant = [line.split() for line in ours.splitlines() if line.startswith("quant.")]
+    assert len(quant) == len(decisions(QuantRecipe))
+    assert all(int(told) >= 1000 for _, _, told, *_ in quant)
+    for part in (GemmRecipe, SwigluRecipe, CombineRecipe):
+        assert all(decision.name in ours for decision in decisions(part).values())
+    gemm = recipe_table(ALL["deepgemm_gemm"])
+    assert "gemm.scale_order" in gemm
+    assert "quant." not in gemm
     assert "shows beside other options only" in vllm
     assert ours.startswith("ours (act_quant, weight_quant")
 
