@@ -39,6 +39,8 @@ BUILTIN = (
     "moe_parity.kernels.vendors.vllm_quant",
     "moe_parity.kernels.vendors.vllm_layer_ops",
     "moe_parity.kernels.vendors.vllm_triton",
+    "moe_parity.kernels.vendors.vllm_triton_quant",
+    "moe_parity.kernels.vendors.vllm_triton_rows",
 )
 ENTRY_POINTS = "moe_parity.kernels"
 Run = Callable[[Any], Any]
