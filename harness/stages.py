@@ -146,7 +146,9 @@ def gate_up_pool(case: Case) -> Tensor:
 
 
 def _special_gates() -> Tensor:
-    words = (0, -0x80000000, 0x40E00000, -0x3F200000, 0x7149F2CA, 0x7F800000, -0x00800000, 0x7FC00000)  # fmt: skip  # noqa: E501
+    words = (
+        0, -0x80000000, 0x40E00000, -0x3F200000, 0x7149F2CA, 0x7F800000, -0x00800000, 0x7FC00000,
+    )  # fmt: skip
     value = from_bits(torch.tensor(words, dtype=torch.int64).int())
     gate, up = value.repeat_interleave(8), value.repeat(8)
     return torch.cat([gate.repeat(2), up.repeat(2)])[None]

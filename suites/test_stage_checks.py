@@ -11,8 +11,7 @@ import torch
 from moe_parity.harness import stages
 from moe_parity.harness.checks.stage import check_stage
 from moe_parity.harness.expect import Recorder
-from moe_parity.kernels import Kernel
-from moe_parity.kernels.registry import register
+from moe_parity.kernels import Kernel, registry
 from moe_parity.kernels.stage_call import Fate, GroupedRows, Produced, StageCall
 from moe_parity.references.spec import Case, Recipe, Stage, Values
 from moe_parity.references.spec.layer_decisions import ProductRounding
@@ -51,12 +50,8 @@ full pool does, on a GPU (``test_production``)."""
 
 def kernel_of(stage: Stage, recipe: Recipe, run: Callable[[StageCall], object]) -> Kernel:
     """Return a kernel that is registered nowhere."""
-    taken: list[Kernel] = []
-    from moe_parity.kernels import registry
-
-    register("faulty", stage=stage, recipes=recipe)(run)
-    taken.append(registry._KERNELS.pop("faulty"))
-    return taken[0]
+    registry.register("faulty", stage=stage, recipes=recipe)(run)
+    return registry._KERNELS.pop("faulty")
 
 
 def following(recipe: Recipe) -> Callable[[StageCall], Produced]:

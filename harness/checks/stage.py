@@ -140,7 +140,8 @@ def _fate_fault(output: Output, fates: Tensor | None) -> str:
     ):
         wrong = ((fates == fate)[:, None] & (rows != byte)).any(1)
         if bool(wrong.any()):
-            return f"{words} row {int(wrong.nonzero()[0, 0])} of {output.name}, declared {fate.name.lower()}"  # noqa: E501
+            row = int(wrong.nonzero()[0, 0])
+            return f"{words} row {row} of {output.name}, declared {fate.name.lower()}"
     return ""
 
 

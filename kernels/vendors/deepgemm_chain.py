@@ -8,8 +8,7 @@ from torch import Tensor
 from moe_parity.kernels.layer_call import LayerCall
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors import deep_gemm
-from moe_parity.kernels.vendors.deepgemm_gemms import gathered, masked_slots
-from moe_parity.references.formats import E4M3_NAN
+from moe_parity.kernels.vendors.deepgemm_gemms import gathered, masked_slots, padded
 from moe_parity.references.layer import local_experts
 from moe_parity.references.spec import Case, QuantOutput, ScaleFormat, Stage, Trace
 
@@ -43,12 +42,7 @@ class Rows:
 
     def gemm(self, codes: Tensor, scales: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
         """Return bf16 [P, N] of canonical rows [P, K]; padding holds NaN codes."""
-        live = self.slot >= 0
-        a = torch.full(
-            (self.rows, codes.shape[1]), E4M3_NAN, dtype=torch.uint8, device=codes.device
-        )
-        scale = torch.full((self.rows, scales.shape[1]), float("inf"), device=codes.device)
-        a[self.slot[live]], scale[self.slot[live]] = codes[live], scales[live]
+        a, scale = padded(codes, scales, self.slot, self.rows)
         out = torch.empty((self.rows, w.shape[1]), dtype=torch.bfloat16, device=codes.device)
         if self.layout == "masked":
             shape = (self.experts, self.max_m, -1)

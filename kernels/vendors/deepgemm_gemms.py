@@ -30,15 +30,18 @@ def _supports_dense(case: Case, device: str) -> str | None:
     return _supports(case, device)
 
 
-def padded(inputs: GroupedRows, slot: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return codes and scales in a buffer whose other rows hold NaN codes and infinite scales."""
-    k, blocks = inputs.a.shape[1], inputs.a_scale.shape[1]
-    a = torch.full((rows, k), E4M3_NAN, dtype=torch.uint8, device=inputs.a.device)
-    scale = torch.full((rows, blocks), float("inf"), device=inputs.a.device)
-    live, source = slot >= 0, inputs.source
-    a[slot[live]] = inputs.a[source[live]]
-    scale[slot[live]] = inputs.a_scale[source[live]]
+def padded(codes: Tensor, scales: Tensor, slot: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return rows [P, K] and scales at their slots of a buffer; its padding is NaN and infinite."""
+    live = slot >= 0
+    a = torch.full((rows, codes.shape[1]), E4M3_NAN, dtype=torch.uint8, device=codes.device)
+    scale = torch.full((rows, scales.shape[1]), float("inf"), device=codes.device)
+    a[slot[live]], scale[slot[live]] = codes[live], scales[live]
     return a, scale
+
+
+def _padded_pairs(inputs: GroupedRows, slot: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    source = inputs.source
+    return padded(inputs.a[source], inputs.a_scale[source], slot, rows)
 
 
 def gathered(out: Tensor, slot: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def _grouped(call: StageCall, *, psum: bool, zero_padding: bool) -> Produced:
     assert isinstance(inputs, GroupedRows)
     experts, n = inputs.w.shape[:2]
     placed = deep_gemm.place(inputs.expert, experts, deep_gemm.ALIGNMENT)
-    a, scale = padded(inputs, placed.slot, placed.rows)
+    a, scale = _padded_pairs(inputs, placed.slot, placed.rows)
     layout = placed.ends
     if not psum:
         layout = torch.full((placed.rows,), -1, dtype=torch.int32, device=a.device)
@@ -108,7 +111,7 @@ def deepgemm_masked(call: StageCall) -> Produced:
     assert isinstance(inputs, GroupedRows)
     experts, n, k = inputs.w.shape
     slot, counts, max_m = masked_slots(inputs.expert, experts)
-    a, scale = padded(inputs, slot, experts * max_m)
+    a, scale = _padded_pairs(inputs, slot, experts * max_m)
     out = call.new("out", (experts, max_m, n), (max_m * n, n, 1), torch.bfloat16)
     deep_gemm.masked(
         a.view(experts, max_m, k), scale.view(experts, max_m, -1), inputs.w, inputs.w_scale, out,
