@@ -25,7 +25,7 @@ def quant_input(case: Case, stage: Stage, device: str = "cpu") -> Tensor:
     [m, h] for activations, [i, h] for one expert's weight.
     """
     if stage is Stage.WEIGHT_QUANT and case.values is Values.AIMED:
-        x = _aimed_tiles(case.seed, case.i, case.h).to(device)
+        x = _aimed_tiles(case, case.i, case.h).to(device)
     else:
         rows = case.i if stage is Stage.WEIGHT_QUANT else case.m
         x = values(case, rows, case.h, device)
@@ -35,7 +35,7 @@ def quant_input(case: Case, stage: Stage, device: str = "cpu") -> Tensor:
 def values(case: Case, rows: int, columns: int, device: str) -> Tensor:
     """Return fp32 [rows, columns] of the case's value pattern."""
     if case.values is Values.AIMED:
-        return _aimed(case.seed, rows, columns).to(device)
+        return _aimed(case, rows, columns).to(device)
     if case.values is Values.EVERY_BF16:
         word = torch.arange(rows * columns, dtype=torch.int64, device=device) & 0xFFFF
         return from_bits((word << 16).int()).view(rows, columns)
@@ -70,9 +70,15 @@ def _special(case: Case, x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def aimed_pool(seed: int) -> Tensor:
-    """Return the aimed groups of every quantization decision, fp32 [groups, 128], interleaved."""
-    pool = torch.cat([aim(seed) for aim in aims.POOL])
+def aimed_pool(seed: int, version: int = 1) -> Tensor:
+    """Return the aimed groups of every quantization decision, fp32 [groups, 128], interleaved.
+
+    Raises ValueError for a version of the pool that does not exist.
+    """
+    if version not in aims.POOLS:
+        known = ", ".join(map(str, aims.POOLS))
+        raise ValueError(f"case: there is no pool {version} of aimed inputs; there are: {known}.")
+    pool = torch.cat([aim(seed) for aim in aims.POOLS[version]])
     order = keyed.words(seed, "pool", 1, pool.shape[0])[0].argsort()
     return pool[order]
 
@@ -85,21 +91,22 @@ def aimed_rows(columns: int, share: int = 1, seed: int = 0) -> int:
     return -(-aimed_pool(seed).shape[0] * aims.GROUP // (columns * share))
 
 
-def _aimed(seed: int, rows: int, columns: int) -> Tensor:
+def _aimed(case: Case, rows: int, columns: int) -> Tensor:
     """Lay the pool out row by row, from the start again when it is used up."""
-    pool = aimed_pool(seed)
+    pool = aimed_pool(case.seed, case.pool)
     needed = -(-rows * columns // aims.GROUP)
     index = torch.arange(needed) % pool.shape[0]
     return pool[index].flatten()[: rows * columns].view(rows, columns)
 
 
-def _aimed_tiles(seed: int, rows: int, columns: int) -> Tensor:
+def _aimed_tiles(case: Case, rows: int, columns: int) -> Tensor:
     """Give every 128 x 128 tile one aimed group, each of its rows rotated by one more place.
 
     A tile of 128 different groups would have the amax of the largest, and hide the others.
     """
     down, across = -(-rows // 128), -(-columns // 128)
-    groups = aimed_pool(seed)[torch.arange(down * across) % aimed_pool(seed).shape[0]]
+    pool = aimed_pool(case.seed, case.pool)
+    groups = pool[torch.arange(down * across) % pool.shape[0]]
     turn = (torch.arange(128)[:, None] + torch.arange(128)[None]) % 128
     tiles = groups[:, turn].view(down, across, 128, 128).transpose(1, 2)
     return tiles.reshape(down * 128, across * 128)[:rows, :columns].contiguous()

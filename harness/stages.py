@@ -134,12 +134,12 @@ def gate_up_pool(case: Case) -> Tensor:
     if case.values is Values.SPECIAL:
         return _special_gates()
     finite = torch.nan_to_num(_special_gates(), nan=1.0, posinf=64.0, neginf=-64.0)
-    parts = [aims_layer.every_gate(case.seed), finite]
+    parts = [aims_layer.every_gate_of_pool_1(case.seed), finite]
     if case.clamp is not None:
         parts += [aims_layer.gates_at_the_limit(case.seed)]
         parts += [torch.nan_to_num(aims_layer.gates_past_an_odd_limit(case.seed), nan=9.0)]
     if case.clamp is None and case.gate is Gate.SILU:
-        groups = aimed_pool(case.seed)
+        groups = aimed_pool(case.seed, case.pool)
         parts.append(torch.cat([torch.full_like(groups, BIG_GATE), groups / BIG_GATE], 1))
     pool = torch.cat(parts)
     return pool[keyed.words(case.seed, "pool", 1, pool.shape[0])[0].argsort()]

@@ -120,13 +120,19 @@ def nan_elements(seed: int) -> Tensor:
     return torch.cat([x.masked_fill(where, float("nan")), torch.full((1100, GROUP), float("nan"))])
 
 
-POOL = (
-    tiny_groups,
-    zero_groups,
-    all_amax_mantissas,
-    ties,
-    power_of_two_edges,
-    nan_elements,
-    infinite_elements,
-)
-"""What ``Values.AIMED`` is made of.  Witnesses hold sums of these inputs: append, never change."""
+POOLS = {
+    1: (
+        tiny_groups,
+        zero_groups,
+        all_amax_mantissas,
+        ties,
+        power_of_two_edges,
+        nan_elements,
+        infinite_elements,
+    ),
+}
+"""What ``Values.AIMED`` is made of, by the version that ``Case.pool`` names.
+
+A version is frozen: witnesses hold hashes of its inputs and ids name its cases.  A new aim goes
+into a new version.
+"""

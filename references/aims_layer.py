@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,24 +78,40 @@ def every_gate(seed: int) -> Tensor:
     All BF16 gates of 2^-8 .. 2^6 of both signs against all mantissas of up are tried, and those
     kept on which any form of SiLU gives another BF16 product; ordinary pairs fill the last row.
     """
-    gate, up = _telling_pairs()
+    # Late: the decisions name this module, and SiLU's forms are decisions.
+    from moe_parity.references.spec.layer_decisions import Silu
+
+    return _gates_that_tell(seed, tuple(Silu))
+
+
+FIRST_FORMS = ("mul_recip", "div", "tl_sigmoid", "div_full", "div_approx", "fast")
+"""The forms of SiLU that the first pool's gates tell apart; a form that is added changes none."""
+
+
+def every_gate_of_pool_1(seed: int) -> Tensor:
+    """:func:`every_gate` for the forms of SiLU that were known when the first pool was frozen."""
+    from moe_parity.references.spec.layer_decisions import Silu
+
+    return _gates_that_tell(seed, tuple(form for form in Silu if form in FIRST_FORMS))
+
+
+def _gates_that_tell(seed: int, forms: tuple[Any, ...]) -> Tensor:
+    gate, up = _telling_pairs(forms)
     missing = -gate.numel() % 128
     gate = torch.cat([gate, round_bf16(keyed.normal(seed, "gate", 1, missing + 512)[0])])
     up = torch.cat([up, round_bf16(keyed.normal(seed, "up", 1, missing + 512)[0])])
     return torch.cat([gate.view(-1, 128), up.view(-1, 128)], 1)
 
 
-@lru_cache(maxsize=1)
-def _telling_pairs() -> tuple[Tensor, Tensor]:
-    # Late: the decisions name this module, and SiLU's forms are decisions.
-    from moe_parity.references.spec.layer_decisions import Silu
+@lru_cache(maxsize=2)
+def _telling_pairs(forms: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     from moe_parity.references.swiglu import silu
 
     exponent = torch.arange(119, 134, dtype=torch.int32)
     word = ((exponent[:, None] << 23) + (torch.arange(128, dtype=torch.int32) << 16)).flatten()
     gate = from_bits(torch.cat([word, word | -0x80000000]))
     up = 1.0 + torch.arange(128) / 128.0
-    products = [round_bf16(silu(gate, how)[:, None] * up) for how in Silu]
+    products = [round_bf16(silu(gate, how)[:, None] * up) for how in forms]
     told = torch.zeros(gate.numel(), 128, dtype=torch.bool)
     for product in products[1:]:
         told |= bits_of(product) != bits_of(products[0])

@@ -121,11 +121,13 @@ class Case:
     routing: Routing = Routing.UNIFORM
     values: Values = Values.NORMAL
     hazard: Hazard = Hazard.NONE
+    pool: int = 1
+    """The version of the aimed inputs; what was recorded without one means 1."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Reject impossible sizes."""
-        for name in ("e", "k", "h", "i", "group", "ep_size"):
+        for name in ("e", "k", "h", "i", "group", "ep_size", "pool"):
             if getattr(self, name) < 1:
                 raise ValueError(f"case: {name} must be at least 1, got {getattr(self, name)}.")
         if self.m < 0:
@@ -146,6 +148,8 @@ class Case:
                 words.append(getattr(self, name).value)
         if self.group != _DEFAULTS["group"]:
             words.append(f"g{self.group}")
+        if self.pool != _DEFAULTS["pool"]:
+            words.append(f"pool{self.pool}")
         sizes = {name: getattr(self, name) for name in ("m", "e", "k", "h", "i")}
         # A weight's case says i and h; one token is said where i is not.
         always = "h" if self.i != _DEFAULTS["i"] else "mh"
@@ -184,6 +188,8 @@ def _parse_word(word: str, text: str) -> dict[str, object]:
         return {match[1]: int(match[2])}
     if match := re.fullmatch(r"g(\d+)", word):
         return {"group": int(match[1])}
+    if match := re.fullmatch(r"pool(\d+)", word):
+        return {"pool": int(match[1])}
     if match := re.fullmatch(r"ep(\d+)of(\d+)", word):
         return {"ep_rank": int(match[1]), "ep_size": int(match[2])}
     if match := re.fullmatch(r"c(\d+(?:p\d+)?)", word):
