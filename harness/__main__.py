@@ -2,6 +2,6 @@
 
 import sys
 
-from moe_parity.harness.cli import main
+from moe_parity.harness.cli.commands import main
 
 sys.exit(main())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.references.formats import bits_of, e4m3_decode
-from moe_parity.references.spec import QuantOutput, Stage
+from moe_parity.references.arithmetic.formats import bits_of, e4m3_decode
+from moe_parity.references.language import QuantOutput, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

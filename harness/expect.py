@@ -15,7 +15,7 @@ from moe_parity.harness.checks.quant import check_quant
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.registry import builtin
-from moe_parity.references.spec import Case, Stage
+from moe_parity.references.language import Case, Stage
 
 CPU_PROGRAMS = 500
 """Programs of a Triton kernel that one case may cost on a CPU, some ten milliseconds each."""

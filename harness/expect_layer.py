@@ -12,7 +12,7 @@ from moe_parity.harness.expect import Recorder, digest, record_all, repro
 from moe_parity.harness.layer_inputs import LayerInputs
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel
-from moe_parity.references.spec import Case
+from moe_parity.references.language import Case
 
 CPU_PROGRAMS = 3000
 """Programs times blocks of K that one layer may cost on a CPU, some three milliseconds each."""

@@ -11,7 +11,7 @@ from moe_parity.harness.checks.stage import check_stage
 from moe_parity.harness.expect import Recorder, digest, record_all, repro
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel
-from moe_parity.references.spec import Case, Stage
+from moe_parity.references.language import Case, Stage
 
 CPU_PROGRAMS = 3000
 """Programs times blocks of K that a case may cost on the virtual GPU."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_parity.harness.compare import compare
 from moe_parity.harness.mutants import mutants
 from moe_parity.harness.run import reference
-from moe_parity.references.formats import bits_of
-from moe_parity.references.spec import Case, QuantOutput, QuantRecipe, Stage
+from moe_parity.references.arithmetic.formats import bits_of
+from moe_parity.references.language import Case, QuantOutput, QuantRecipe, Stage
 
 
 def identify(

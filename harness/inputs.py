@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness.mutants import cast_input
-from moe_parity.references import aims, keyed
-from moe_parity.references.formats import from_bits
-from moe_parity.references.spec import Case, Hazard, Stage, Values
+from moe_parity.references import aims
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import from_bits
+from moe_parity.references.language import Case, Hazard, Stage, Values
 
 _GAP = 8
 """Elements between the rows of a strided input; a multiple of 16 bytes for two-byte types."""
@@ -39,7 +40,7 @@ def values(case: Case, rows: int, columns: int, device: str) -> Tensor:
     if case.values is Values.EVERY_BF16:
         word = torch.arange(rows * columns, dtype=torch.int64, device=device) & 0xFFFF
         return from_bits((word << 16).int()).view(rows, columns)
-    x = keyed.normal(case.seed, "x", rows, columns, device=device)
+    x = random_bits.normal(case.seed, "x", rows, columns, device=device)
     if case.values is Values.NORMAL:
         return x
     if case.values is Values.WIDE:
@@ -52,7 +53,7 @@ def _block_exponents(case: Case, rows: int, columns: int, device: str) -> Tensor
 
     A transposed, shifted or mis-strided scale then shows in every block.
     """
-    exponent = keyed.integers(case.seed, "x/exponent", rows, -(-columns // 64), below=60) - 30
+    exponent = random_bits.integers(case.seed, "x/exponent", rows, -(-columns // 64), below=60) - 30
     power = torch.pow(2.0, exponent.float()).to(device)
     return power.repeat_interleave(64, 1)[:, :columns]
 
@@ -63,9 +64,11 @@ def _special(case: Case, x: Tensor) -> Tensor:
     bits = torch.tensor(words, dtype=torch.int64, device=x.device).int()
     rows, columns = x.shape
     device = str(x.device)
-    which = keyed.integers(case.seed, "x/which", rows, columns, below=len(words), device=device)
-    here = keyed.integers(case.seed, "x/here", rows, columns, below=97, device=device) == 0
-    quiet = keyed.integers(case.seed, "x/row", rows, 1, below=2, device=device) == 0
+    which = random_bits.integers(
+        case.seed, "x/which", rows, columns, below=len(words), device=device
+    )
+    here = random_bits.integers(case.seed, "x/here", rows, columns, below=97, device=device) == 0
+    quiet = random_bits.integers(case.seed, "x/row", rows, 1, below=2, device=device) == 0
     return torch.where(here & ~quiet, from_bits(bits[which].contiguous()), x)
 
 
@@ -79,7 +82,7 @@ def aimed_pool(seed: int, version: int = 1) -> Tensor:
         known = ", ".join(map(str, aims.POOLS))
         raise ValueError(f"case: there is no pool {version} of aimed inputs; there are: {known}.")
     pool = torch.cat([aim(seed) for aim in aims.POOLS[version]])
-    order = keyed.words(seed, "pool", 1, pool.shape[0])[0].argsort()
+    order = random_bits.words(seed, "pool", 1, pool.shape[0])[0].argsort()
     return pool[order]
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.references import keyed
 from moe_parity.references.aims_layer import codes, nudged
-from moe_parity.references.formats import E4M3_NAN, f32_to_bf16
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import E4M3_NAN, f32_to_bf16
+from moe_parity.references.language import Case, Routing, Values
 from moe_parity.references.layer import Asked, Experts, Routed, local_experts
-from moe_parity.references.spec import Case, Routing, Values
 
 ORDINARY_SCALE = 2.0**-6
 AIMED_SCALE = 2.0**14
@@ -76,12 +76,14 @@ def experts_of(case: Case, device: str) -> Experts:
 
 def routing(case: Case, device: str) -> Tensor:
     """Return int32 ids [m, k]; a token's first ids do not depend on k of later ones."""
-    score = keyed.uniform(case.seed, "routing/score", case.m, case.e, device=device)
+    score = random_bits.uniform(case.seed, "routing/score", case.m, case.e, device=device)
     if case.routing is Routing.ONE:
         owner = case.ep_rank * (case.e // case.ep_size)
         return torch.full((case.m, case.k), owner, dtype=torch.int32, device=device)
     if case.routing is Routing.REPEATED or case.k > case.e:
-        drawn = keyed.integers(case.seed, "routing/id", case.m, case.k, below=case.e, device=device)
+        drawn = random_bits.integers(
+            case.seed, "routing/id", case.m, case.k, below=case.e, device=device
+        )
         return drawn.int()
     if _pairs_experts(case):
         pair = score[:, : case.e // 2].argsort(dim=1, stable=True)[:, : case.k // 2]
@@ -89,7 +91,9 @@ def routing(case: Case, device: str) -> Tensor:
     else:
         ids = score.argsort(dim=1, stable=True)[:, : case.k].int().contiguous()
     if case.routing is Routing.HOLES:
-        odd = keyed.integers(case.seed, "routing/hole", case.m, case.k, below=6, device=device)
+        odd = random_bits.integers(
+            case.seed, "routing/hole", case.m, case.k, below=6, device=device
+        )
         strange = torch.tensor([-1, case.e, case.e + 7], dtype=torch.int32, device=device)
         ids = torch.where(odd < 3, strange[odd.clamp(max=2)], ids)
     return ids
@@ -101,7 +105,7 @@ def _pairs_experts(case: Case) -> bool:
 
 
 def _routing_weights(case: Case, device: str) -> Tensor:
-    weights = keyed.uniform(case.seed, "routing/weight", case.m, case.k, device=device)
+    weights = random_bits.uniform(case.seed, "routing/weight", case.m, case.k, device=device)
     if not _pairs_experts(case):
         return weights
     half = 0.5 + 0.5 * weights[:, : case.k // 2]
@@ -111,7 +115,7 @@ def _routing_weights(case: Case, device: str) -> Tensor:
 
 def _activations(case: Case, aimed: bool, device: str) -> Tensor:
     columns = case.h // 2 if aimed else case.h
-    x = keyed.normal(case.seed, "x", case.m, columns, device=device)
+    x = random_bits.normal(case.seed, "x", case.m, columns, device=device)
     return f32_to_bf16(torch.cat([x, x], 1) if aimed else x)
 
 
@@ -156,7 +160,7 @@ def _scales(
         number = first + expert
         key = f"{name}/scale/{number // 2 * 2 if aimed else number}"
         half = across // 2 if mirrored else across
-        made = 1.0 + keyed.uniform(case.seed, key, down, half, device=device)
+        made = 1.0 + random_bits.uniform(case.seed, key, down, half, device=device)
         if case.scale.is_power_of_two:
             made = torch.exp2(made.floor())
         if mirrored:

@@ -13,8 +13,8 @@ from functools import lru_cache
 from torch import Tensor
 
 from moe_parity.references import quant
-from moe_parity.references.formats import bits_of, f32_to_bf16, f32_to_f16
-from moe_parity.references.spec import (
+from moe_parity.references.arithmetic.formats import bits_of, f32_to_bf16, f32_to_f16
+from moe_parity.references.language import (
     Decision,
     InputDtype,
     Option,

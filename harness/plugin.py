@@ -28,10 +28,11 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness import environment, settings
-from moe_parity.harness.errors import ParityError
-from moe_parity.harness.recorder import Recorder
-from moe_parity.harness.session import Session
+from moe_parity.harness.session import environment
+from moe_parity.harness.session import profiles as settings
+from moe_parity.harness.session.hooks import Session
+from moe_parity.harness.session.recorder import Recorder
+from moe_parity.references.errors import ParityError
 
 # Before anything imports torch: a worker of xdist sees one GPU and its share of the cores.
 environment.bind_worker_gpu()

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
 from moe_parity.harness.inputs import quant_input
-from moe_parity.harness.memory import POISONS, Output, PoisonedAllocator
 from moe_parity.kernels import Call, Kernel
 from moe_parity.kernels.call import scale_strides
 from moe_parity.references import quant
-from moe_parity.references.formats import (
+from moe_parity.references.arithmetic.formats import (
     E4M3_NAN,
     bits_of,
     canonical_nan,
     ue8m0_decode,
     unpack_ue8m0,
 )
-from moe_parity.references.spec import Case, QuantOutput, QuantRecipe, ScaleFormat, Stage
+from moe_parity.references.language import Case, QuantOutput, QuantRecipe, ScaleFormat, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,27 @@ from moe_parity.kernels.stage_call import (
     RoutedRows,
     StageInputs,
 )
-from moe_parity.references import aims_layer, keyed, quant
+from moe_parity.references import aims_layer, quant
 from moe_parity.references import combine as combining
 from moe_parity.references import layer as ref
-from moe_parity.references.formats import E4M3_NAN, bits_of, f32_to_bf16, from_bits, ue8m0_decode
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import (
+    E4M3_NAN,
+    bits_of,
+    f32_to_bf16,
+    from_bits,
+    ue8m0_decode,
+)
+from moe_parity.references.language import (
+    Case,
+    Gate,
+    Recipe,
+    ScaleFormat,
+    Stage,
+    Values,
+    neighbours,
+)
 from moe_parity.references.layer import Experts, local_experts
-from moe_parity.references.spec import Case, Gate, Recipe, ScaleFormat, Stage, Values, neighbours
 from moe_parity.references.swiglu import swiglu
 
 MIDDLE = (
@@ -75,7 +90,7 @@ def grouped_rows(stage: Stage, case: Case, device: str) -> GroupedRows:
     for index in ref.hit(expert):
         name = f"{stage}/w/{experts.first + index}"
         w[index], w_scale[index] = _operand(case, name, n, k, 128, device, negate=True)
-    weights = 0.5 + 0.5 * keyed.uniform(case.seed, "weights", case.m, case.k, device=device)
+    weights = 0.5 + 0.5 * random_bits.uniform(case.seed, "weights", case.m, case.k, device=device)
     return GroupedRows(
         a=a, a_scale=a_scale, w=w, w_scale=w_scale, ids=ids, expert=expert, weights=weights,
         first=experts.first,
@@ -90,7 +105,7 @@ def _operand(
     half = k // 2 if aimed else k
     down, across = -(-rows // tall), -(-half // 128)
     made = aims_layer.codes(case.seed, name, rows, half, device=device)
-    scale = 1.0 + keyed.uniform(case.seed, f"{name}/scale", down, across, device=device)
+    scale = 1.0 + random_bits.uniform(case.seed, f"{name}/scale", down, across, device=device)
     if case.scale.is_power_of_two:
         scale = torch.exp2((4.0 * (scale - 1.0)).floor())
     if not aimed:
@@ -114,7 +129,7 @@ def gate_up_rows(case: Case, device: str) -> GateUpRows:
     rows = _gate_up(case) if aimed else _ordinary(case)
     counts = torch.zeros(case.e, dtype=torch.int32)
     if case.m:
-        owner = keyed.integers(case.seed, "counts", case.m, 1, below=max(1, case.e - 1))
+        owner = random_bits.integers(case.seed, "counts", case.m, 1, below=max(1, case.e - 1))
         counts = torch.bincount(owner.flatten(), minlength=case.e).int()
     return GateUpRows(
         rows=rows.to(device), counts=counts.to(device), limit=case.clamp, alpha=alpha, beta=beta
@@ -122,7 +137,7 @@ def gate_up_rows(case: Case, device: str) -> GateUpRows:
 
 
 def _ordinary(case: Case) -> Tensor:
-    return f32_to_bf16(4.0 * keyed.normal(case.seed, "gate_up", case.m, 2 * case.i))
+    return f32_to_bf16(4.0 * random_bits.normal(case.seed, "gate_up", case.m, 2 * case.i))
 
 
 def gate_up_pool(case: Case) -> Tensor:
@@ -142,7 +157,7 @@ def gate_up_pool(case: Case) -> Tensor:
         groups = aimed_pool(case.seed, case.pool)
         parts.append(torch.cat([torch.full_like(groups, BIG_GATE), groups / BIG_GATE], 1))
     pool = torch.cat(parts)
-    return pool[keyed.words(case.seed, "pool", 1, pool.shape[0])[0].argsort()]
+    return pool[random_bits.words(case.seed, "pool", 1, pool.shape[0])[0].argsort()]
 
 
 def _special_gates() -> Tensor:
@@ -164,9 +179,9 @@ def _gate_up(case: Case) -> Tensor:
 
 def expert_rows(case: Case, device: str) -> ExpertRows:
     """Return rows [m, k, h]: aimed ones cancel far apart in k; foreign ones hold NaN."""
-    rows = keyed.normal(case.seed, "rows", case.m * case.k, case.h, device=device)
+    rows = random_bits.normal(case.seed, "rows", case.m * case.k, case.h, device=device)
     rows = rows.view(case.m, case.k, case.h)
-    weights = 0.5 + 0.5 * keyed.uniform(case.seed, "weights", case.m, case.k, device=device)
+    weights = 0.5 + 0.5 * random_bits.uniform(case.seed, "weights", case.m, case.k, device=device)
     if case.values is Values.AIMED and case.k > 2:
         rows[:, 0] *= 2.0**16
         rows[:, -1] = -rows[:, 0]

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_parity.references.spec import Case, ScaleFormat, ScaleLayout, Stage
+from moe_parity.references.language import Case, ScaleFormat, ScaleLayout, Stage
 
 
 class Allocator(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_parity.references.language import Case
 from moe_parity.references.layer import Asked, Experts, Routed
-from moe_parity.references.spec import Case
 
 
 @dataclass(frozen=True, kw_only=True)

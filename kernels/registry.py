@@ -27,20 +27,20 @@ from types import ModuleType
 from typing import Any
 
 from moe_parity.kernels.errors import KernelError
-from moe_parity.references.spec import Case, Contract, Recipe, Stage
-from moe_parity.references.spec.recipes import ALL
+from moe_parity.references.language import Case, Contract, Recipe, Stage
+from moe_parity.references.language.recipes import ALL
 
 BUILTIN = (
-    "moe_parity.kernels.moe_triton.registered",
-    "moe_parity.kernels.moe_triton.registered_layers",
-    "moe_parity.kernels.vendors.deepgemm_casts",
-    "moe_parity.kernels.vendors.deepgemm_gemms",
-    "moe_parity.kernels.vendors.deepgemm_chain",
-    "moe_parity.kernels.vendors.vllm_quant",
-    "moe_parity.kernels.vendors.vllm_layer_ops",
-    "moe_parity.kernels.vendors.vllm_triton",
-    "moe_parity.kernels.vendors.vllm_triton_quant",
-    "moe_parity.kernels.vendors.vllm_triton_rows",
+    "moe_parity.kernels.ours.registered",
+    "moe_parity.kernels.ours.registered_layers",
+    "moe_parity.kernels.vendors.deepgemm.casts",
+    "moe_parity.kernels.vendors.deepgemm.gemms",
+    "moe_parity.kernels.vendors.deepgemm.chain",
+    "moe_parity.kernels.vendors.vllm.quant_ops",
+    "moe_parity.kernels.vendors.vllm.layer_ops",
+    "moe_parity.kernels.vendors.vllm.triton_gemm",
+    "moe_parity.kernels.vendors.vllm.triton_quant",
+    "moe_parity.kernels.vendors.vllm.triton_rows",
 )
 ENTRY_POINTS = "moe_parity.kernels"
 Run = Callable[[Any], Any]

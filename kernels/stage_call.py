@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.kernels.call import Allocator
-from moe_parity.references.spec import Case, Stage
+from moe_parity.references.language import Case, Stage
 
 
 class Fate(IntEnum):

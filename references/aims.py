@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references import keyed
-from moe_parity.references.formats import bits_of, e4m3_decode, from_bits, round_bf16
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import bits_of, e4m3_decode, from_bits, round_bf16
 
 GROUP = 128
 
@@ -18,26 +18,27 @@ GROUP = 128
 def _spread(seed: int, name: str, amax: Tensor) -> Tensor:
     """Fill groups below their amax [groups]: random signs, 16 binades, zeros, amax itself once."""
     groups = amax.shape[0]
-    sign = keyed.integers(seed, f"{name}/sign", groups, GROUP, below=2).float() * 2 - 1
-    size = 0.5 + 0.5 * keyed.uniform(seed, f"{name}/size", groups, GROUP)
-    drop = keyed.integers(seed, f"{name}/drop", groups, GROUP, below=16)
+    sign = random_bits.integers(seed, f"{name}/sign", groups, GROUP, below=2).float() * 2 - 1
+    size = 0.5 + 0.5 * random_bits.uniform(seed, f"{name}/size", groups, GROUP)
+    drop = random_bits.integers(seed, f"{name}/drop", groups, GROUP, below=16)
     x = amax[:, None] * (sign * size) * torch.pow(2.0, -drop.float())
     x = round_bf16(torch.where(drop == 15, torch.zeros_like(x), x))
-    place = keyed.integers(seed, f"{name}/place", groups, 1, below=GROUP)
+    place = random_bits.integers(seed, f"{name}/place", groups, 1, below=GROUP)
     return x.clamp(-amax[:, None], amax[:, None]).scatter(1, place, amax[:, None])
 
 
 def tiny_groups(seed: int) -> Tensor:
     """Walk amax through every exponent from 2^-149 to 2^-3, eight mantissas each."""
     exponent = torch.arange(-149, -2).repeat_interleave(8)
-    mantissa = 1.0 + keyed.integers(seed, "tiny", exponent.numel(), 1, below=128)[:, 0] / 128.0
+    step = random_bits.integers(seed, "tiny", exponent.numel(), 1, below=128)[:, 0]
+    mantissa = 1.0 + step / 128.0
     amax = (mantissa.double() * torch.pow(2.0, exponent.double())).float()
     return _spread(seed, "tiny", torch.where(amax < 2.0**-120, amax, round_bf16(amax)))
 
 
 def zero_groups(seed: int) -> Tensor:
     """1024 groups of zeros of both signs."""
-    sign = keyed.integers(seed, "zero", 1024, GROUP, below=2).int()
+    sign = random_bits.integers(seed, "zero", 1024, GROUP, below=2).int()
     return from_bits(sign << 31)
 
 
@@ -46,7 +47,7 @@ def all_amax_mantissas(seed: int) -> Tensor:
     mantissa = (1.0 + torch.arange(128) / 128.0).repeat(32)
     binade = torch.arange(-16, 16).repeat_interleave(128)
     short = mantissa * torch.pow(2.0, binade.float())
-    full = 1.0 + keyed.uniform(seed, "amax", 2048, 1)[:, 0]
+    full = 1.0 + random_bits.uniform(seed, "amax", 2048, 1)[:, 0]
     return _spread(seed, "amax", torch.cat([short, full]))
 
 
@@ -71,11 +72,11 @@ def _bf16_pairs() -> Tensor:
 
 def _fp32_midpoints(seed: int) -> Tensor:
     groups = 512
-    amax = 1.0 + keyed.uniform(seed, "ties/amax", groups, 1)
+    amax = 1.0 + random_bits.uniform(seed, "ties/amax", groups, 1)
     codes = e4m3_decode(torch.arange(127, dtype=torch.uint8))
     midpoint = (codes[1:] + codes[:-1]).double() / 2
     nearest = (midpoint[None] * amax.double() / 448.0).float()
-    step = keyed.integers(seed, "ties/step", groups, 126, below=3).int() - 1
+    step = random_bits.integers(seed, "ties/step", groups, 126, below=3).int() - 1
     return torch.cat([amax, from_bits(bits_of(nearest) + step), -amax], 1)
 
 
@@ -89,7 +90,7 @@ def power_of_two_edges(seed: int) -> Tensor:
     edge = bits_of(448.0 * torch.pow(2.0, k.float()))
     near = from_bits((edge[:, None] + torch.arange(-2, 7, dtype=torch.int32)).flatten())
     wide = torch.pow(2.0, torch.arange(-100, 100).float()).repeat(3)
-    wide = wide * round_bf16(1.0 + keyed.uniform(seed, "pow2", wide.numel(), 1)[:, 0])
+    wide = wide * round_bf16(1.0 + random_bits.uniform(seed, "pow2", wide.numel(), 1)[:, 0])
     infinite = _spread(seed, "pow2/inf", torch.full((128,), 2.0**127))
     infinite[:, 0] = float("inf")
     return torch.cat([_spread(seed, "pow2", torch.cat([near, wide])), infinite])
@@ -98,7 +99,7 @@ def power_of_two_edges(seed: int) -> Tensor:
 def infinite_elements(seed: int) -> Tensor:
     """128 groups with about 16 infinities each among elements near the largest."""
     x = _spread(seed, "inf", torch.full((128,), 2.0**127))
-    where = keyed.integers(seed, "inf/where", 128, GROUP, below=8) == 0
+    where = random_bits.integers(seed, "inf/where", 128, GROUP, below=8) == 0
     return torch.where(where, x.sign().where(x != 0, torch.ones_like(x)) * torch.inf, x)
 
 
@@ -116,7 +117,7 @@ def past_the_end(seed: int) -> Tensor:
 def nan_elements(seed: int) -> Tensor:
     """512 groups with NaN among ordinary elements, 1100 groups of nothing but NaN."""
     x = _spread(seed, "nan", torch.pow(2.0, (torch.arange(512) % 40 - 20).float()))
-    where = keyed.integers(seed, "nan/where", 512, GROUP, below=8) == 0
+    where = random_bits.integers(seed, "nan/where", 512, GROUP, below=8) == 0
     return torch.cat([x.masked_fill(where, float("nan")), torch.full((1100, GROUP), float("nan"))])
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.references import keyed
-from moe_parity.references.formats import bits_of, from_bits, round_bf16
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import bits_of, from_bits, round_bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class GemmInputs:
 
 def codes(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu") -> Tensor:
     """Return finite E4M3 codes, uint8 [rows, columns]: six binades, few zeros."""
-    word = keyed.words(seed, name, rows, columns, device=device)
+    word = random_bits.words(seed, name, rows, columns, device=device)
     exponent = 5 + ((word >> 8) & 0xFFFF) % 6
     code = (word & 0x87) | (exponent << 3)
     return torch.where((word >> 32) & 31 == 0, word & 0x80, code).to(torch.uint8)
@@ -40,7 +40,7 @@ def codes(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu")
 
 def nudged(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu") -> Tensor:
     """Return fp32 [rows, columns] around 1: 1 + j * 2^-20 with |j| <= 8, full mantissas below."""
-    word = keyed.words(seed, name, rows, columns, device=device)
+    word = random_bits.words(seed, name, rows, columns, device=device)
     return 1.0 + ((word & 15) - 7).float() * 2.0**-20 + ((word >> 8) & 7).float() * 2.0**-23
 
 
@@ -52,8 +52,8 @@ def cancelling_gemm(seed: int) -> GemmInputs:
     rows, columns, half = 96, 256, 512
     a = codes(seed, "gemm/a", rows, half)
     w = codes(seed, "gemm/w", columns, half)
-    scale = 1.0 + keyed.uniform(seed, "gemm/sa", rows, half // 128)
-    w_scale = 1.0 + keyed.uniform(seed, "gemm/sb", columns // 128, half // 128)
+    scale = 1.0 + random_bits.uniform(seed, "gemm/sa", rows, half // 128)
+    w_scale = 1.0 + random_bits.uniform(seed, "gemm/sb", columns // 128, half // 128)
     moved = w_scale * nudged(seed, "gemm/move", columns // 128, half // 128)
     return GemmInputs(
         a=torch.cat([a, a], 1),
@@ -66,7 +66,7 @@ def cancelling_gemm(seed: int) -> GemmInputs:
 def biased_gemm(seed: int) -> GemmInputs:
     """Ordinary operands and a bias that is no BF16 number."""
     inputs = cancelling_gemm(seed)
-    bias = keyed.normal(seed, "gemm/bias", 1, inputs.w.shape[0])[0]
+    bias = random_bits.normal(seed, "gemm/bias", 1, inputs.w.shape[0])[0]
     return GemmInputs(
         a=inputs.a, a_scale=inputs.a_scale, w=inputs.w, w_scale=inputs.w_scale, bias=bias
     )
@@ -79,7 +79,7 @@ def every_gate(seed: int) -> Tensor:
     kept on which any form of SiLU gives another BF16 product; ordinary pairs fill the last row.
     """
     # Late: the decisions name this module, and SiLU's forms are decisions.
-    from moe_parity.references.spec.layer_decisions import Silu
+    from moe_parity.references.language.layer_decisions import Silu
 
     return _gates_that_tell(seed, tuple(Silu))
 
@@ -90,7 +90,7 @@ FIRST_FORMS = ("mul_recip", "div", "tl_sigmoid", "div_full", "div_approx", "fast
 
 def every_gate_of_pool_1(seed: int) -> Tensor:
     """:func:`every_gate` for the forms of SiLU that were known when the first pool was frozen."""
-    from moe_parity.references.spec.layer_decisions import Silu
+    from moe_parity.references.language.layer_decisions import Silu
 
     return _gates_that_tell(seed, tuple(form for form in Silu if form in FIRST_FORMS))
 
@@ -98,8 +98,8 @@ def every_gate_of_pool_1(seed: int) -> Tensor:
 def _gates_that_tell(seed: int, forms: tuple[Any, ...]) -> Tensor:
     gate, up = _telling_pairs(forms)
     missing = -gate.numel() % 128
-    gate = torch.cat([gate, round_bf16(keyed.normal(seed, "gate", 1, missing + 512)[0])])
-    up = torch.cat([up, round_bf16(keyed.normal(seed, "up", 1, missing + 512)[0])])
+    gate = torch.cat([gate, round_bf16(random_bits.normal(seed, "gate", 1, missing + 512)[0])])
+    up = torch.cat([up, round_bf16(random_bits.normal(seed, "up", 1, missing + 512)[0])])
     return torch.cat([gate.view(-1, 128), up.view(-1, 128)], 1)
 
 
@@ -124,9 +124,9 @@ LIMIT = 7.0
 
 def gates_at_the_limit(seed: int) -> Tensor:
     """BF16 [rows, 2 * 128]: gates and ups within two units of the limit 7, both signs."""
-    gate = LIMIT + 4.0 * (keyed.uniform(seed, "limit/gate", 64, 128) - 0.5)
-    up = LIMIT + 4.0 * (keyed.uniform(seed, "limit/up", 64, 128) - 0.5)
-    sign = 1.0 - 2.0 * keyed.integers(seed, "limit/sign", 64, 128, below=2).float()
+    gate = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/gate", 64, 128) - 0.5)
+    up = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/up", 64, 128) - 0.5)
+    sign = 1.0 - 2.0 * random_bits.integers(seed, "limit/sign", 64, 128, below=2).float()
     return round_bf16(torch.cat([gate, up * sign], 1))
 
 
@@ -136,10 +136,10 @@ ODD_LIMIT = 9.97
 
 def gates_past_an_odd_limit(seed: int) -> Tensor:
     """BF16 [rows, 2 * 128]: gates and ups around 9.97, half of them past it, ups of -0 and NaN."""
-    gate = ODD_LIMIT + 8.0 * (keyed.uniform(seed, "odd/gate", 64, 128) - 0.5)
-    up = ODD_LIMIT + 8.0 * (keyed.uniform(seed, "odd/up", 64, 128) - 0.5)
-    sign = 1.0 - 2.0 * keyed.integers(seed, "odd/sign", 64, 128, below=2).float()
-    zero = keyed.integers(seed, "odd/zero", 64, 128, below=8) == 0
+    gate = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/gate", 64, 128) - 0.5)
+    up = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/up", 64, 128) - 0.5)
+    sign = 1.0 - 2.0 * random_bits.integers(seed, "odd/sign", 64, 128, below=2).float()
+    zero = random_bits.integers(seed, "odd/zero", 64, 128, below=8) == 0
     up = torch.where(zero, torch.full_like(up, -0.0), up * sign)
     up[:, ::16] = float("nan")
     return round_bf16(torch.cat([gate, up], 1))
@@ -156,10 +156,10 @@ class CombineInputs:
 def cancelling_rows(seed: int) -> CombineInputs:
     """Pairs of rows that cancel, far apart in k, beside small terms; full fp32 mantissas."""
     tokens, k, columns = 64, 8, 256
-    rows = keyed.normal(seed, "rows", tokens * k, columns).view(tokens, k, columns)
+    rows = random_bits.normal(seed, "rows", tokens * k, columns).view(tokens, k, columns)
     # The unit in the last place of the large terms is that of the result's BF16.
     rows[:, 0] = round_bf16(rows[:, 0] * 2.0**16)
     rows[:, k - 1] = -rows[:, 0]
-    weights = 0.5 + 0.5 * keyed.uniform(seed, "weights", tokens, k)
+    weights = 0.5 + 0.5 * random_bits.uniform(seed, "weights", tokens, k)
     weights[:, k - 1] = from_bits(bits_of(weights[:, 0].contiguous()) + 1)
     return CombineInputs(rows=rows, weights=weights)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references.formats import f32_to_bf16, f32_to_f16, round_bf16, to_f32
-from moe_parity.references.rounding import add_rn, fma_rn, mul_rn
-from moe_parity.references.spec.layer_decisions import SumOrder, SumStep, WeightsAt
-from moe_parity.references.spec.recipe import CombineRecipe
+from moe_parity.references.arithmetic.formats import f32_to_bf16, f32_to_f16, round_bf16, to_f32
+from moe_parity.references.arithmetic.rounding import add_rn, fma_rn, mul_rn
+from moe_parity.references.language.layer_decisions import SumOrder, SumStep, WeightsAt
+from moe_parity.references.language.recipe import CombineRecipe
 
 
 def combine(

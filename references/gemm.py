@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references import tensor_core
-from moe_parity.references.formats import e4m3_decode, f32_to_bf16, round_bf16
-from moe_parity.references.rounding import add_rn, fma_rn, mul_rn
-from moe_parity.references.spec.layer_decisions import (
+from moe_parity.references.arithmetic.formats import e4m3_decode, f32_to_bf16, round_bf16
+from moe_parity.references.arithmetic.rounding import add_rn, fma_rn, mul_rn
+from moe_parity.references.chips import tensor_core
+from moe_parity.references.language.layer_decisions import (
     Accumulate,
     BiasAt,
     DotUnit,
     Interval,
     ScaleOrder,
 )
-from moe_parity.references.spec.recipe import GemmRecipe
+from moe_parity.references.language.recipe import GemmRecipe
 
 BLOCK = 128
 """Columns of K, and rows of a weight, that share a scale."""

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_parity.references.chips.tensor_core import mark_nan
 from moe_parity.references.gemm import INTERVALS, UNITS
-from moe_parity.references.spec.layer_decisions import Accumulate, ScaleOrder
-from moe_parity.references.spec.recipe import GemmRecipe
-from moe_parity.references.tensor_core import mark_nan
+from moe_parity.references.language.layer_decisions import Accumulate, ScaleOrder
+from moe_parity.references.language.recipe import GemmRecipe
 
 ROWS = 16
 COLUMNS = 64

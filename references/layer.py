@@ -15,12 +15,12 @@ from torch import Tensor
 from moe_parity.references import combine as combining
 from moe_parity.references import gemm as gemms
 from moe_parity.references import quant
-from moe_parity.references.formats import e4m3_decode, f32_to_bf16, to_f32
-from moe_parity.references.rounding import add_rn
-from moe_parity.references.spec.layer_decisions import BiasAt, DotUnit
-from moe_parity.references.spec.recipe import GemmRecipe, Recipe
-from moe_parity.references.spec.stage import Stage
-from moe_parity.references.spec.trace import QuantOutput, Trace
+from moe_parity.references.arithmetic.formats import e4m3_decode, f32_to_bf16, to_f32
+from moe_parity.references.arithmetic.rounding import add_rn
+from moe_parity.references.language.layer_decisions import BiasAt, DotUnit
+from moe_parity.references.language.recipe import GemmRecipe, Recipe
+from moe_parity.references.language.stage import Stage
+from moe_parity.references.language.trace import QuantOutput, Trace
 from moe_parity.references.swiglu import swiglu
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references import rounding, special
-from moe_parity.references.formats import (
+from moe_parity.references.arithmetic import rounding, special
+from moe_parity.references.arithmetic.formats import (
     F32_NAN_BITS,
     e4m3_decode,
     e4m3_encode,
@@ -19,8 +19,8 @@ from moe_parity.references.formats import (
     round_bf16,
     to_f32,
 )
-from moe_parity.references.rounding import div_rn, f32, mul_rn
-from moe_parity.references.spec.quant_decisions import (
+from moe_parity.references.arithmetic.rounding import div_rn, f32, mul_rn
+from moe_parity.references.language.quant_decisions import (
     Apply,
     Floor,
     NanAmax,
@@ -30,8 +30,8 @@ from moe_parity.references.spec.quant_decisions import (
     ScaleForm,
     ZeroGroup,
 )
-from moe_parity.references.spec.recipe import QuantRecipe
-from moe_parity.references.spec.trace import QuantOutput
+from moe_parity.references.language.recipe import QuantRecipe
+from moe_parity.references.language.trace import QuantOutput
 
 AMAX_OVERFLOW = 1.3165537626040637e-36
 """Smallest fp32 whose quotient 448 / amax is finite, bits 0x03e00001."""

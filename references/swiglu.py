@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references import special
-from moe_parity.references.formats import round_bf16, to_f32
-from moe_parity.references.rounding import add_rn, div_rn, f32, mul_rn
-from moe_parity.references.spec.layer_decisions import (
+from moe_parity.references.arithmetic import special
+from moe_parity.references.arithmetic.formats import round_bf16, to_f32
+from moe_parity.references.arithmetic.rounding import add_rn, div_rn, f32, mul_rn
+from moe_parity.references.language.layer_decisions import (
     ClampNan,
     ClampOrder,
     ClampRounding,
@@ -19,7 +19,7 @@ from moe_parity.references.spec.layer_decisions import (
     Shift,
     Silu,
 )
-from moe_parity.references.spec.recipe import SwigluRecipe
+from moe_parity.references.language.recipe import SwigluRecipe
 
 
 def swiglu(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_parity.harness.results import Run, write_atomic
+from moe_parity.reports.results import Run, write_atomic
 
 
 def write_all(run: Run, out: Path) -> Path:

@@ -17,8 +17,8 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moe_parity.harness.records import Record, Run, judge, to_line
 from moe_parity.reports import tables
+from moe_parity.reports.records import Record, Run, judge, to_line
 
 LIMIT = 1 << 20
 """Bytes of a report, at most."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe_parity.harness.records import Run, judge
 from moe_parity.reports import tables
+from moe_parity.reports.records import Run, judge
 
 LIMIT = 60 << 10
 """Bytes of a summary, at most."""

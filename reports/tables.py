@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from moe_parity.harness.records import ITEM_CHECK, SEVERITY, Record, Run
+from moe_parity.reports.records import ITEM_CHECK, SEVERITY, Record, Run
 
 SYMBOL: Mapping[str, str] = {"pass": "✓", "fail": "✗", "error": "!", "skip": "–"}
 """A verdict is never told by colour alone."""

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_parity.harness import environment
+from moe_parity.harness.cases.grid import quant_params
+from moe_parity.harness.cases.strategies import quant_cases
 from moe_parity.harness.expect import Recorder, expect
-from moe_parity.harness.grid import quant_params
 from moe_parity.harness.inputs import aimed_rows
-from moe_parity.harness.strategies import quant_cases
+from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel
-from moe_parity.references.spec import Case, Hazard, InputDtype, Stage, Values
+from moe_parity.references.language import Case, Hazard, InputDtype, Stage, Values
 
 STAGE = Stage.ACT_QUANT
 # The whole pool on a GPU, a quarter of its groups on a CPU.

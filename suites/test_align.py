@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from moe_parity.harness.expect import Recorder
 from moe_parity.kernels import KernelError
-from moe_parity.references import keyed
+from moe_parity.references.arithmetic import random_bits
 
-stages = pytest.importorskip("moe_parity.kernels.moe_triton.stages", reason="needs Triton")
+stages = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
 
 
@@ -40,7 +40,7 @@ def fault(aligned, ids: torch.Tensor, first: int, experts: int) -> str | None:
 def make_ids(m: int, k: int, e: int, seed: int, holes: bool) -> torch.Tensor:
     """Return ids [m, k] over e experts; with holes also -1 and ids past the end."""
     low = 3 if holes else 0
-    return (keyed.integers(seed, "ids", m, k, below=e + 2 * low) - low).int()
+    return (random_bits.integers(seed, "ids", m, k, below=e + 2 * low) - low).int()
 
 
 def check(ids: torch.Tensor, first: int, experts: int, block: int, recorder: Recorder, device: str):

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_parity.harness.arithmetic import MODELS, DotCase, arguments, operands, result_bits
-from moe_parity.references import formats, rounding, special, tensor_core
-from moe_parity.references.formats import bits_of, from_bits
+from moe_parity.harness.silicon.models import MODELS, DotCase, arguments, operands, result_bits
+from moe_parity.references.arithmetic import formats, rounding, special
+from moe_parity.references.arithmetic.formats import bits_of, from_bits
+from moe_parity.references.chips import tensor_core
 
 words = st.integers(-(2**31), 2**31 - 1)
 floats = words.map(lambda w: from_bits(torch.tensor([w], dtype=torch.int32)))

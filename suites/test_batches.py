@@ -12,13 +12,13 @@ import torch
 from moe_parity.harness.checks.layer import rows_of, words
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.layer_inputs import layer_inputs, routing
-from moe_parity.references.spec import Case, Routing, ScaleFormat, Values
+from moe_parity.references.language import Case, Routing, ScaleFormat, Values
 
-moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
-kernels = pytest.importorskip("moe_parity.kernels.moe_triton.layer_kernels", reason="needs Triton")
-aligning = pytest.importorskip("moe_parity.kernels.moe_triton.align_kernels", reason="needs Triton")
-quantizing = pytest.importorskip("moe_parity.kernels.moe_triton.quant_kernels", reason="needs Triton")  # fmt: skip  # noqa: E501
+kernels = pytest.importorskip("moe_parity.kernels.ours.layer_kernels", reason="needs Triton")
+aligning = pytest.importorskip("moe_parity.kernels.ours.align_kernels", reason="needs Triton")
+quantizing = pytest.importorskip("moe_parity.kernels.ours.quant_kernels", reason="needs Triton")  # fmt: skip  # noqa: E501
 
 BASE = Case(m=33, e=4, k=2, h=256, i=256, values=Values.AIMED)
 

@@ -15,8 +15,8 @@ from moe_parity.harness.layer_inputs import layer_inputs
 from moe_parity.harness.stages import stage_inputs
 from moe_parity.kernels import Kernel, KernelError, find
 from moe_parity.kernels.stage_call import Fate
-from moe_parity.kernels.vendors import deep_gemm
-from moe_parity.references.spec import Case, ScaleFormat, Stage, Values
+from moe_parity.kernels.vendors.deepgemm import api as deep_gemm
+from moe_parity.references.language import Case, ScaleFormat, Stage, Values
 
 GROUPED = (
     "deepgemm_contiguous", "deepgemm_contiguous_nopad", "deepgemm_psum", "deepgemm_psum_nopad",

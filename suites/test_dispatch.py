@@ -12,10 +12,10 @@ import torch
 
 from moe_parity.harness.layer_inputs import layer_inputs
 from moe_parity.kernels import KernelError
-from moe_parity.references.spec import Case, Routing
+from moe_parity.references.language import Case, Routing
 
-moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
-dispatch = pytest.importorskip("moe_parity.kernels.dispatch", reason="needs Triton")
+moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
+dispatch = pytest.importorskip("moe_parity.kernels.ours.dispatch", reason="needs Triton")
 
 CASE = Case(m=4, e=4, k=2, h=128, i=128)
 

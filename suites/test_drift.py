@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_parity.harness import drift
-from moe_parity.harness.cli import main
+from moe_parity.harness.cli.commands import main
+from moe_parity.harness.evidence import drift
+from moe_parity.harness.evidence.witness import SHIPPED, WitnessError
 from moe_parity.harness.expect import Recorder
-from moe_parity.harness.witness import SHIPPED, WitnessError
 
 BEFORE, AFTER = SHIPPED / "vllm-0.26.0", SHIPPED / "vllm-0.33.0"
 DIVISION = ("quant.apply: divide -> mul_recip",)

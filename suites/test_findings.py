@@ -14,12 +14,13 @@ from moe_parity.harness.expect import Recorder
 from moe_parity.harness.stages import BIG_GATE
 from moe_parity.kernels import find
 from moe_parity.kernels.stage_call import GateUpRows
-from moe_parity.references import keyed, quant
-from moe_parity.references.formats import f32_to_bf16, from_bits, round_bf16
-from moe_parity.references.rounding import ceil_pow2, div_rn, f32
-from moe_parity.references.spec import Case, Recipe, ScaleFormat, Stage
-from moe_parity.references.spec.quant_decisions import PowerOfTwo
-from moe_parity.references.spec.recipes import (
+from moe_parity.references import quant
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import f32_to_bf16, from_bits, round_bf16
+from moe_parity.references.arithmetic.rounding import ceil_pow2, div_rn, f32
+from moe_parity.references.language import Case, Recipe, ScaleFormat, Stage
+from moe_parity.references.language.quant_decisions import PowerOfTwo
+from moe_parity.references.language.recipes import (
     VLLM_BATCHED,
     VLLM_CUDA_UE8M0,
     VLLM_CUDA_UE8M0_GENERIC,
@@ -127,7 +128,7 @@ LOST = 304
 
 def test_the_compile_fusion_changes_the_format():
     """silu_and_mul then UE8M0 quantization against the op that replaces them: no scale is equal."""
-    rows = f32_to_bf16(keyed.normal(0, "fusion", 256, 2048))
+    rows = f32_to_bf16(random_bits.normal(0, "fusion", 256, 2048))
     pair = swiglu(rows, VLLM_TRITON.swiglu)
     before = quant.act_quant(pair, VLLM_CUDA_UE8M0.of(Stage.ACT_QUANT), ue8m0=True)
     after = activated(rows, VLLM_FUSED_SILU, ue8m0=False)

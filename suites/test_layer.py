@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_parity.harness.cases.shapes import ODD
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.expect_layer import expect_layer
-from moe_parity.harness.shapes import ODD
 from moe_parity.kernels import Kernel, all_kernels
-from moe_parity.references.spec import Case, Routing, ScaleFormat, Stage, Values
+from moe_parity.references.language import Case, Routing, ScaleFormat, Stage, Values
 
 KERNELS = all_kernels(Stage.LAYER)
 SMALL = Case(m=3, e=8, k=2, h=256, i=256)

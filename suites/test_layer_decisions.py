@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_parity.harness.checks.layer import words
 from moe_parity.harness.expect import Recorder
 from moe_parity.references import aims_layer, combine, gemm
-from moe_parity.references.formats import bits_of, f32_to_bf16
-from moe_parity.references.spec import Decision, neighbours
-from moe_parity.references.spec.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
+from moe_parity.references.arithmetic.formats import bits_of, f32_to_bf16
+from moe_parity.references.language import Decision, neighbours
+from moe_parity.references.language.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
 from moe_parity.references.swiglu import swiglu
 
 CHANGES = [

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from moe_parity.harness.cases.shapes import DECODE_TOKENS, MODELS, Shape
 from moe_parity.harness.checks.layer import check_layer, run_layer, stages, words
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.expect_layer import fields
@@ -20,15 +21,14 @@ from moe_parity.harness.layer_inputs import (
     poison,
     routing,
 )
-from moe_parity.harness.shapes import DECODE_TOKENS, MODELS, Shape
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import find
 from moe_parity.references import aims_layer, layer
-from moe_parity.references.formats import bits_of
-from moe_parity.references.spec import Case, Routing, ScaleFormat, Values, neighbours
-from moe_parity.references.spec.recipe import GemmRecipe
+from moe_parity.references.arithmetic.formats import bits_of
+from moe_parity.references.language import Case, Routing, ScaleFormat, Values, neighbours
+from moe_parity.references.language.recipe import GemmRecipe
 
-moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 
 FORMATS = (ScaleFormat.FP32, ScaleFormat.UE8M0)
 
@@ -127,7 +127,7 @@ def compiled_kernels() -> int:
     """Count the binaries of all our kernels."""
     from triton import JITFunction
 
-    from moe_parity.kernels.moe_triton import align_kernels, layer_kernels, quant_kernels
+    from moe_parity.kernels.ours import align_kernels, layer_kernels, quant_kernels
 
     kernels = {
         id(value): value

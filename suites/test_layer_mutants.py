@@ -20,11 +20,11 @@ from moe_parity.harness.checks.quant import check_quant
 from moe_parity.harness.expect import Recorder
 from moe_parity.harness.inputs import aimed_rows
 from moe_parity.kernels import find
-from moe_parity.references.spec import Case, InputDtype, Routing, ScaleFormat, Values
+from moe_parity.references.language import Case, InputDtype, Routing, ScaleFormat, Values
 
-moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
-ops = pytest.importorskip("moe_parity.kernels.moe_triton.quant", reason="needs Triton")
-stages = pytest.importorskip("moe_parity.kernels.moe_triton.stages", reason="needs Triton")
+moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
+ops = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
+stages = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
 
 LAYER = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
 QUANT = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)

@@ -12,11 +12,12 @@ import torch
 
 from moe_parity.harness.checks.layer import words
 from moe_parity.harness.layer_inputs import layer_inputs
-from moe_parity.references import keyed, layer, quant
-from moe_parity.references.spec import Case, Stage, Values
-from moe_parity.references.spec.recipes import OURS
+from moe_parity.references import layer, quant
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.language import Case, Stage, Values
+from moe_parity.references.language.recipes import OURS
 
-moe = pytest.importorskip("moe_parity.kernels.moe", reason="needs Triton")
+moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 
 CASE = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
 
@@ -66,8 +67,8 @@ def test_biases(made):
     device = str(made.batch.x.device)
     experts = dataclasses.replace(
         made.experts,
-        bias13=keyed.normal(1, "bias13", 4, 512, device=device),
-        bias2=keyed.normal(1, "bias2", 4, 256, device=device),
+        bias13=random_bits.normal(1, "bias13", 4, 512, device=device),
+        bias2=random_bits.normal(1, "bias2", 4, 256, device=device),
     )
     biased = dataclasses.replace(made, experts=experts)
     got = call(biased)

@@ -9,16 +9,17 @@ import torch
 
 from moe_parity.harness.checks.layer import words
 from moe_parity.harness.expect import Recorder
-from moe_parity.references import aims_layer, combine, gemm, quant, tensor_core
-from moe_parity.references.formats import f32_to_bf16
-from moe_parity.references.spec import neighbours
-from moe_parity.references.spec.layer_decisions import ClampOrder
-from moe_parity.references.spec.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
-from moe_parity.references.spec.recipes import OURS
-from moe_parity.references.spec.stage import Stage
+from moe_parity.references import aims_layer, combine, gemm, quant
+from moe_parity.references.arithmetic.formats import f32_to_bf16
+from moe_parity.references.chips import tensor_core
+from moe_parity.references.language import neighbours
+from moe_parity.references.language.layer_decisions import ClampOrder
+from moe_parity.references.language.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
+from moe_parity.references.language.recipes import OURS
+from moe_parity.references.language.stage import Stage
 from moe_parity.references.swiglu import swiglu
 
-stages = pytest.importorskip("moe_parity.kernels.moe_triton.stages", reason="needs Triton")
+stages = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
 
 
 def record(recorder: Recorder, stage: str, shape: str, device: str, wrong: int, of: int, told: int):

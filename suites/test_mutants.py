@@ -17,7 +17,7 @@ from moe_parity.harness.inputs import aimed_rows
 from moe_parity.harness.mutants import ENOUGH, Mutant, mutants, power
 from moe_parity.harness.run import reference
 from moe_parity.kernels import Kernel
-from moe_parity.references.spec import (
+from moe_parity.references.language import (
     Case,
     Check,
     Contract,
@@ -27,7 +27,7 @@ from moe_parity.references.spec import (
     Stage,
     Values,
 )
-from moe_parity.references.spec.recipes import ALL, DEEPGEMM, OURS
+from moe_parity.references.language.recipes import ALL, DEEPGEMM, OURS
 
 STAGE = Stage.ACT_QUANT
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_parity.harness import inputs, stages
 from moe_parity.references import aims
-from moe_parity.references.spec import Case, Stage, Values, parse_id
+from moe_parity.references.language import Case, Stage, Values, parse_id
 
 QUANT = Case(m=64, h=512, values=Values.AIMED, seed=11)
 GATES = Case(m=256, i=256, values=Values.AIMED, seed=11)

@@ -15,7 +15,7 @@ from moe_parity.harness.expect import Recorder
 from moe_parity.harness.expect_stage import expect_stage
 from moe_parity.harness.stages import MIDDLE, gate_up_pool
 from moe_parity.kernels import Kernel, all_kernels
-from moe_parity.references.spec import (
+from moe_parity.references.language import (
     Case,
     Gate,
     Routing,

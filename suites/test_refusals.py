@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_parity.kernels import KernelError
-from moe_parity.kernels.validate import check_codes, check_scales
+from moe_parity.kernels.ours.validate import check_codes, check_scales
 from moe_parity.references import quant
-from moe_parity.references.spec import Case, QuantRecipe, parse_id
-from moe_parity.references.spec.quant_decisions import Apply
-from moe_parity.references.spec.recipes import OURS
+from moe_parity.references.language import Case, QuantRecipe, parse_id
+from moe_parity.references.language.quant_decisions import Apply
+from moe_parity.references.language.recipes import OURS
 
 X = torch.ones(4, 256, dtype=torch.bfloat16)
 
@@ -33,7 +33,7 @@ def _out(shape=(4, 256), groups=2, dtype=torch.float32):
     ],
 )
 def test_act_quant_refuses_its_input(x: torch.Tensor, group: int, sentence: str):
-    ours = pytest.importorskip("moe_parity.kernels.moe_triton.quant", reason="needs Triton")
+    ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
     with pytest.raises(KernelError, match=re.escape(f"act_quant: {sentence}")):
         ours.act_quant(x, group=group)
 
@@ -59,7 +59,7 @@ def test_act_quant_refuses_its_input(x: torch.Tensor, group: int, sentence: str)
     ],
 )
 def test_act_quant_refuses_its_outputs(codes: torch.Tensor, scales: torch.Tensor, sentence: str):
-    ours = pytest.importorskip("moe_parity.kernels.moe_triton.quant", reason="needs Triton")
+    ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
     with pytest.raises(KernelError, match=re.escape(f"act_quant: {sentence}")):
         ours.act_quant_out(X, codes, scales, 128, False)
 
@@ -74,7 +74,7 @@ def test_act_quant_refuses_its_outputs(codes: torch.Tensor, scales: torch.Tensor
     ],
 )
 def test_requantize_refuses(codes: torch.Tensor, scales: torch.Tensor, sentence: str):
-    ours = pytest.importorskip("moe_parity.kernels.moe_triton.quant", reason="needs Triton")
+    ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
     with pytest.raises(KernelError, match=re.escape(f"requantize_weight: {sentence}")):
         ours.requantize_weight(codes, scales)
 

@@ -11,8 +11,8 @@ from moe_parity.harness.expect import Recorder, fields, skip_reason
 from moe_parity.harness.inputs import aimed_rows
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel, all_kernels
-from moe_parity.references.spec import Case, Check, InputDtype, Recipe, Stage, Values, decisions
-from moe_parity.references.spec.quant_decisions import Apply, Floor, ScaleForm
+from moe_parity.references.language import Case, Check, InputDtype, Recipe, Stage, Values, decisions
+from moe_parity.references.language.quant_decisions import Apply, Floor, ScaleForm
 
 WRONG = {
     "apply": {Apply.DIVIDE: Apply.MUL_RECIP, None: Apply.DIVIDE},

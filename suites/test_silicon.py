@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_parity.harness.arithmetic import MODELS, UNITS, DotCase, arguments, operands, result_bits
 from moe_parity.harness.expect import Recorder
-from moe_parity.references import tensor_core
-from moe_parity.references.formats import bits_of, from_bits
+from moe_parity.harness.silicon.models import (
+    MODELS,
+    UNITS,
+    DotCase,
+    arguments,
+    operands,
+    result_bits,
+)
+from moe_parity.references.arithmetic.formats import bits_of, from_bits
+from moe_parity.references.chips import tensor_core
 
 CHUNK = 1 << 26
 AIMED = 1 << 26
@@ -38,7 +45,7 @@ def _record(recorder: Recorder, name: str, compared: int, wrong: int, first: str
 @pytest.mark.parametrize("name", UNARY)
 def test_every_argument(name: str, parity_gpu: str, parity_recorder: Recorder):
     """All 2^32 fp32 arguments of a function of one."""
-    from moe_parity.harness import silicon
+    from moe_parity.harness.silicon import instructions as silicon
 
     model, wrong, first = MODELS[name], 0, ""
     for start in range(-(2**31), 2**31, CHUNK):
@@ -57,7 +64,7 @@ def test_every_argument(name: str, parity_gpu: str, parity_recorder: Recorder):
 @pytest.mark.parametrize("name", OTHERS)
 def test_aimed_arguments(name: str, parity_gpu: str, parity_recorder: Recorder):
     """2^26 aimed pairs or triples under several seeds."""
-    from moe_parity.harness import silicon
+    from moe_parity.harness.silicon import instructions as silicon
 
     model, wrong, first = MODELS[name], 0, ""
     for seed in range(SEEDS):
@@ -84,7 +91,7 @@ DOTS = [
 @pytest.mark.parametrize("case", DOTS, ids=lambda case: case.name)
 def test_tensor_core(case: DotCase, parity_gpu: str, parity_recorder: Recorder):
     """Both units, narrow and wide exponents, every kind of accumulator; the unit is the PTX's."""
-    from moe_parity.harness import silicon
+    from moe_parity.harness.silicon import instructions as silicon
 
     compared = wrong = 0
     first = ""

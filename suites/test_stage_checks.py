@@ -13,9 +13,9 @@ from moe_parity.harness.checks.stage import check_stage
 from moe_parity.harness.expect import Recorder
 from moe_parity.kernels import Kernel, registry
 from moe_parity.kernels.stage_call import Fate, GroupedRows, Produced, StageCall
-from moe_parity.references.spec import Case, Recipe, Stage, Values
-from moe_parity.references.spec.layer_decisions import ProductRounding
-from moe_parity.references.spec.recipes import (
+from moe_parity.references.language import Case, Recipe, Stage, Values
+from moe_parity.references.language.layer_decisions import ProductRounding
+from moe_parity.references.language.recipes import (
     DEEPGEMM_GEMM,
     VLLM_BATCHED,
     VLLM_DEEPGEMM,

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from moe_parity.kernels import virtual_gpu as vg
-from moe_parity.references.rounding import fma_rn
+from moe_parity.references.arithmetic.rounding import fma_rn
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_parity.kernels import virtual_gpu as vg
-from moe_parity.references import tensor_core
+from moe_parity.references.chips import tensor_core
 
 E4M3 = torch.float8_e4m3fn
 

@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 
+from moe_parity.harness.cases.grid import quant_params
 from moe_parity.harness.checks.layer import words
 from moe_parity.harness.checks.stage import run_stage
 from moe_parity.harness.compare import compare
 from moe_parity.harness.expect import Recorder, fields
 from moe_parity.harness.expect_stage import fields as stage_fields
-from moe_parity.harness.grid import quant_params
 from moe_parity.harness.run import make_input, run
 from moe_parity.harness.stages import stage_inputs
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel, find
-from moe_parity.references.spec import Case, ScaleFormat, Stage, Values
+from moe_parity.references.language import Case, ScaleFormat, Stage, Values
 
 CASES = [
     *quant_params(Stage.ACT_QUANT, Case(m=480, h=512, values=Values.AIMED), layouts=False),

@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_parity.harness import environment
+from moe_parity.harness.cases.grid import quant_params
+from moe_parity.harness.cases.strategies import quant_cases
 from moe_parity.harness.compare import compare
 from moe_parity.harness.expect import Recorder, expect
-from moe_parity.harness.grid import quant_params
 from moe_parity.harness.inputs import quant_input
 from moe_parity.harness.run import one_nan
-from moe_parity.harness.strategies import quant_cases
+from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel
 from moe_parity.references import quant
-from moe_parity.references.spec import Case, Hazard, InputDtype, QuantOutput, Stage, Values
-from moe_parity.references.spec.recipes import OURS
+from moe_parity.references.language import Case, Hazard, InputDtype, QuantOutput, Stage, Values
+from moe_parity.references.language.recipes import OURS
 
 STAGE = Stage.WEIGHT_QUANT
 # A tile for each aimed group: 192 of them on a GPU, 48 on a CPU.
@@ -57,7 +57,7 @@ def test_not_contiguous(kernel: Kernel, case: Case, parity_device: str, parity_r
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (200, 300), (257, 129)])
 def test_requantize(n: int, k: int, values: Values, parity_device: str, parity_recorder: Recorder):
     """Our requantization of E4M3 weights to powers of two equals its reference."""
-    ours = pytest.importorskip("moe_parity.kernels.moe_triton.quant", reason="needs Triton")
+    ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
     w = quant_input(Case(i=n, h=k, values=values), STAGE)
     recipe = OURS.of(STAGE)
     old = quant.weight_quant(w, recipe)

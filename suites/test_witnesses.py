@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moe_parity.harness import witness
+from moe_parity.harness.evidence import witness
+from moe_parity.harness.evidence.witness import SHIPPED, WitnessError
 from moe_parity.harness.expect import Recorder
-from moe_parity.harness.witness import SHIPPED, WitnessError
 
 FILES = sorted(SHIPPED.glob("**/*.safetensors"))
 

@@ -19,9 +19,17 @@ from moe_parity.kernels import Kernel
 from moe_parity.kernels.layer_call import LayerCall
 from moe_parity.references import layer as ref
 from moe_parity.references import quant
-from moe_parity.references.formats import canonical_nan, to_f32
+from moe_parity.references.arithmetic.formats import canonical_nan, to_f32
+from moe_parity.references.language import (
+    Case,
+    Check,
+    QuantOutput,
+    Recipe,
+    Stage,
+    Trace,
+    neighbours,
+)
 from moe_parity.references.layer import Routed
-from moe_parity.references.spec import Case, Check, QuantOutput, Recipe, Stage, Trace, neighbours
 
 StageFunction = Callable[[Recipe], dict[str, Tensor]]
 

@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from moe_parity.harness.calling.poison import POISONS, unwritten
 from moe_parity.harness.compare import Comparison, compare
 from moe_parity.harness.identify import identify, identify_apart, power_on
-from moe_parity.harness.memory import POISONS, unwritten
 from moe_parity.harness.run import BadOutputError, Ran, make_input, reference, run
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel, KernelError
-from moe_parity.references.formats import e4m3_decode
-from moe_parity.references.spec import Case, Check, Hazard, QuantOutput, Recipe, Stage, Values
+from moe_parity.references.arithmetic.formats import e4m3_decode
+from moe_parity.references.language import Case, Check, Hazard, QuantOutput, Recipe, Stage, Values
 
 MEASURE_BELOW = 1 << 23
 """Outputs up to which the power of the inputs is measured against every mutant."""

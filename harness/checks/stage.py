@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness import stages
+from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
 from moe_parity.harness.checks.layer import judge
 from moe_parity.harness.checks.quant import other_order, raised
-from moe_parity.harness.memory import POISONS, Output, PoisonedAllocator
 from moe_parity.harness.run import BadOutputError
 from moe_parity.harness.verdict import Verdict
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.stage_call import Fate, Produced, StageCall, StageInputs
-from moe_parity.references.formats import row_major
-from moe_parity.references.spec import Case, Check, Recipe
+from moe_parity.references.arithmetic.formats import row_major
+from moe_parity.references.language import Case, Check, Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

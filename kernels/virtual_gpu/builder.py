@@ -23,7 +23,7 @@ from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.plain import PlainOperations
 from moe_parity.kernels.virtual_gpu.values import Array, Value, numpy_type, signature_name
-from moe_parity.references import tensor_core
+from moe_parity.references.chips import tensor_core
 
 _IMPRECISE = 2**30
 """Triton's default for E4M3 dots on sm_90: the accumulator never leaves the unit."""

@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.probes import probe
-from moe_parity.references.tensor_core import MMA_F16, WGMMA_FP8, Unit
+from moe_parity.references.chips.tensor_core import MMA_F16, WGMMA_FP8, Unit
 
 TARGET = GPUTarget("cuda", 90, 32)
 """Hopper: compute capability 9.0, warps of 32."""

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_parity.harness import cli, environment
-from moe_parity.harness.errors import ParityError
-from moe_parity.harness.records import Record, Run, RunEnd, RunInfo
-from moe_parity.harness.results import read, write
+import moe_parity.harness.cli as commands
+from moe_parity.harness import evidence
+from moe_parity.harness.cli import commands as cli
+from moe_parity.harness.session import environment
+from moe_parity.references.errors import ParityError
+from moe_parity.reports.records import Record, Run, RunEnd, RunInfo
+from moe_parity.reports.results import read, write
 
 OUTPUTS = {
     "results.jsonl",
@@ -147,10 +150,8 @@ def owner(monkeypatch):
     """Stand in for the modules behind the thin commands; return what they were called with."""
     calls = []
 
-    def fake(name: str, **functions: object) -> None:
-        import moe_parity.harness as package
-
-        module = types.ModuleType(f"moe_parity.harness.{name}")
+    def fake(package: types.ModuleType, name: str, **functions: object) -> None:
+        module = types.ModuleType(f"{package.__name__}.{name}")
         module.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(package, name, module, raising=False)
@@ -165,9 +166,19 @@ def owner(monkeypatch):
         return function
 
     table = called("kernels", "a table")
-    fake("listing", kernels_table=table, recipes_table=called("recipes", ParityError("no\nluck.")))
-    fake("repro", run=called("repro", 1))
-    fake("witness_set", record=called("record"), verify=called("verify", KeyboardInterrupt()))
+    fake(
+        commands,
+        "listing",
+        kernels_table=table,
+        recipes_table=called("recipes", ParityError("no\nluck.")),
+    )
+    fake(commands, "repro", run=called("repro", 1))
+    fake(
+        evidence,
+        "witness_set",
+        record=called("record"),
+        verify=called("verify", KeyboardInterrupt()),
+    )
     return calls
 
 
@@ -192,9 +203,9 @@ def test_thin_commands_pass_on_what_they_are_given(owner, capsys):
 def test_a_reader_that_has_had_enough_is_no_error():
     """`parity kernels | head` ends quietly."""
     script = (
-        "import sys, types, moe_parity.harness as package\n"
+        "import sys, types, moe_parity.harness.cli as package\n"
         "package.listing = types.SimpleNamespace(kernels_table=lambda: 'x' * 10**6)\n"
-        "from moe_parity.harness import cli\nsys.exit(cli.main(['kernels']))"
+        "sys.exit(package.main(['kernels']))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE

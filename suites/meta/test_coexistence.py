@@ -35,7 +35,7 @@ assert kernels.get_kernel('a') == 'a' and references.here == harness.here == sui
 assert torch.ops.vllm_like.twice(torch.ones(1)).item() == 2
 import vllm
 assert type(vllm.copy).__name__ == 'JITFunction'
-from moe_parity.kernels.moe_triton import quant
+from moe_parity.kernels.ours import quant
 x = torch.ones(4, 128, dtype=torch.bfloat16)
 codes, scales = quant.act_quant(x)
 assert set(codes.flatten().tolist()) == {0x7e}

@@ -20,11 +20,11 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from moe_parity import kernels
-from moe_parity.harness import cli
 from moe_parity.harness.checks.quant import check_quant
-from moe_parity.harness.listing import decisions_markdown
-from moe_parity.references.spec import Case, Values, case, decisions, parse_id, recipe
-from moe_parity.references.spec.recipes import ALL
+from moe_parity.harness.cli import commands as cli
+from moe_parity.harness.cli.listing import decisions_markdown
+from moe_parity.references.language import Case, Values, case, decisions, parse_id, recipe
+from moe_parity.references.language.recipes import ALL
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

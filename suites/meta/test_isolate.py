@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_parity.harness import isolate, witness, witness_set
+from moe_parity.harness.calling import isolate
+from moe_parity.harness.evidence import witness, witness_set
 from moe_parity.kernels import find, load_file
 
 
@@ -64,7 +65,7 @@ def test_recording_goes_on_past_a_crash(
     """The real recorder, each kernel in its process: one dies, the next is still asked."""
     file = tmp_path / "vendors.py"
     # Without a GPU the child would stop at the inputs; the crash comes when the kernel is run.
-    file.write_text(VENDORS + "\nfrom moe_parity.harness import witness as w\nw.of_kernel = lambda k, *a: k.run(None)\n")  # fmt: skip  # noqa: E501
+    file.write_text(VENDORS + "\nfrom moe_parity.harness.evidence import witness as w\nw.of_kernel = lambda k, *a: k.run(None)\n")  # fmt: skip  # noqa: E501
     load_file(file)
     monkeypatch.setattr(witness, "provenance", lambda extra=None: {})
     status = witness_set.record(tmp_path, ["vendor_that_crashes", "vendor_that_is_absent"])

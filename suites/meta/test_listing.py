@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_parity.harness.listing import kernels_table, recipe_table
+from moe_parity.harness.cli.listing import kernels_table, recipe_table
 from moe_parity.kernels import all_kernels
-from moe_parity.references.spec import QuantRecipe, decisions
-from moe_parity.references.spec.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
-from moe_parity.references.spec.recipes import ALL
+from moe_parity.references.language import QuantRecipe, decisions
+from moe_parity.references.language.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
+from moe_parity.references.language.recipes import ALL
 
 
 def test_every_recipe_has_a_table():

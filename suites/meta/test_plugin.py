@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness.results import Run, read
+from moe_parity.reports.results import Run, read
 
 OURS = ("MOE_PARITY_", "PYTEST_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CI", "GITHUB_")
 
@@ -193,7 +193,7 @@ def test_a_test_without_a_record_fails_the_run(suite):
     suite.write("def test_a(): pass\ndef test_b(): pass")
     suite.write(
         """
-        from moe_parity.harness.recorder import Recorder
+        from moe_parity.harness.session.recorder import Recorder
         finish = Recorder.finish
         def lose(self):
             if "test_b" not in self.item.nodeid:
@@ -342,7 +342,7 @@ def test_settings_may_stand_in_the_ini_file(suite):
 def test_a_required_gpu_makes_its_skips_errors(suite):
     """Only skips for want of a GPU: others are still skips."""
     suite.write(
-        "from moe_parity.harness import environment\n"
+        "from moe_parity.harness.session import environment\n"
         "environment.gpu = lambda: environment.Gpu('Fake', 'sm_90', '1.0')\n",
         "conftest.py",
     )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moe_parity.harness import environment
-from moe_parity.harness.recorder import Recorder, item_name
+from moe_parity.harness.session import environment
+from moe_parity.harness.session.recorder import Recorder, item_name
 
 
 def test_names_of_items():

@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from moe_parity.harness.records import Record, Run, RunEnd, RunInfo
 from moe_parity.reports import html, markdown, tables, write_all
+from moe_parity.reports.records import Record, Run, RunEnd, RunInfo
 
 HOSTILE = '</script><img src="http://evil.example/x">|`<b>& \n| --- |'
 KERNELS = ("mine", "deepgemm_per_token", "vllm_per_token_group")

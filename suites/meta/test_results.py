@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_parity.harness.records import Record, Run, RunEnd, RunInfo, judge, to_line
-from moe_parity.harness.results import ResultsError, Writer, merge, prepare, read, write
+from moe_parity.reports.records import Record, Run, RunEnd, RunInfo, judge, to_line
+from moe_parity.reports.results import ResultsError, Writer, merge, prepare, read, write
 
 INFO = RunInfo(started="2026-01-01T00:00:00+00:00", command=("parity", "check"), seed=7)
 
@@ -130,7 +130,7 @@ def test_a_killed_process_keeps_every_finished_line(tmp_path):
     """A record is on its way to the disk when `add` returns: SIGKILL cannot take it back."""
     script = f"""
 import os, signal
-from moe_parity.harness.results import *
+from moe_parity.reports.results import *
 from pathlib import Path
 writer = Writer(Path({str(tmp_path / "part.jsonl")!r}), RunInfo(started="now"))
 for i in range(50):

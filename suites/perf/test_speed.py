@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from moe_parity.harness.arithmetic import DotCase, operands
 from moe_parity.harness.expect import Recorder
-from moe_parity.references import tensor_core
+from moe_parity.harness.silicon.models import DotCase, operands
+from moe_parity.references.chips import tensor_core
 
 FLOOR = {"cpu": 5e8, "cuda": 1e11}
 """Multiply-adds per second: two cores of a laptop, one H200."""

@@ -1,0 +1,93 @@
+"""Poisoned outputs: what a kernel wrote, what it left, and what it touched beside its outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import row_major
+
+GUARD = 4096
+"""Bytes of poison before and after every output; keeps 16-byte alignment."""
+
+POISONS = (0xFF, 0x5C)
+"""Two fills: a byte that equals its fill under both was not written.  The first is a NaN."""
+
+
+@dataclass(kw_only=True)
+class Output:
+    """One output with its surroundings."""
+
+    name: str
+    view: Tensor
+    storage: Tensor
+    """The whole allocation, uint8 [bytes]."""
+    poison: int
+    owned: int
+    """Bytes from the view's start to its last element."""
+
+    def written_bytes(self) -> Tensor:
+        """Return a mask over the storage: bytes that belong to the view."""
+        size = self.view.element_size()
+        mask = torch.zeros(self.storage.numel() // size, dtype=torch.bool)
+        offset = GUARD // size
+        mask.as_strided(self.view.shape, self.view.stride(), offset).fill_(True)
+        return mask.repeat_interleave(size)
+
+    def trespass(self, pads_zero: bool) -> int | None:
+        """Return the byte offset, relative to the output, of a wrong byte beside it, or None.
+
+        Guards and gaps must be as they were; with ``pads_zero`` the gaps must be zeros instead.
+        """
+        storage = self.storage.cpu()
+        wrong = ~self.written_bytes()
+        inside = torch.zeros_like(wrong)
+        inside[GUARD : GUARD + self.owned] = pads_zero
+        wrong &= torch.where(inside, storage != 0, storage != self.poison)
+        return int(wrong.nonzero()[0, 0]) - GUARD if bool(wrong.any()) else None
+
+
+@dataclass(kw_only=True)
+class PoisonedAllocator:
+    """An allocator whose outputs lie in poison: guards, stride gaps, padding, the output itself."""
+
+    device: str
+    poison: int = POISONS[0]
+    outputs: list[Output] = field(default_factory=list)
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Return a tensor of that geometry whose storage, gaps and guards hold the poison."""
+        size = torch.empty(0, dtype=dtype).element_size()
+        extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+        extent = max(extent, 0) if all(shape) else 0
+        # A layout with a longer row owns the padding after its last row as well.
+        pad = -extent % max(strides) if extent else 0
+        count = GUARD + -(-(extent + pad) * size // 16) * 16 + GUARD
+        storage = torch.full((count,), self.poison, dtype=torch.uint8, device=self.device)
+        view = storage.view(dtype).as_strided(shape, strides, GUARD // size)
+        self.outputs.append(
+            Output(
+                name=name,
+                view=view,
+                storage=storage,
+                poison=self.poison,
+                owned=extent * size,
+            )
+        )
+        return view
+
+
+def unwritten(first: Output, second: Output) -> tuple[int, ...] | None:
+    """Return the index of an element that kept its poison under both fills, or None."""
+    kept = (_bytes(first) == first.poison) & (_bytes(second) == second.poison)
+    left = kept.any(-1)  # a byte that was written cannot equal both fills
+    return tuple(int(n) for n in left.nonzero()[0]) if bool(left.any()) else None
+
+
+def _bytes(output: Output) -> Tensor:
+    flat = row_major(output.view).view(torch.uint8).cpu()
+    return flat.view(*output.view.shape, output.view.element_size())

@@ -1,0 +1,1 @@
+"""Which cases a suite runs: grids, strategies, real shapes."""

@@ -1,0 +1,242 @@
+"""The command `parity`: what pytest cannot do, and a front door to what it can.
+
+Each subcommand imports what it needs when it is called: `parity --help` and `parity report` start
+without torch. Bad input is one sentence on stderr and status 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from moe_parity.harness.session import environment
+from moe_parity.references.errors import ParityError
+
+OK, FAILED, BAD_INPUT, INCOMPLETE = 0, 1, 2, 3
+
+_EXIT_CODES = """\
+exit status:
+  0  every check that ran passed
+  1  a check failed, or a test broke
+  2  bad input, usage or environment: one sentence on stderr says what
+  3  incomplete: interrupted, nothing ran, or a test left no record
+"""
+_FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"parity: {message}; see `{self.prog} --help`.\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="parity",
+        description="Bit-exact parity of block-FP8 mixture-of-experts kernels.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    version = f"moe-parity {environment.versions()['moe-parity']}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    _add_check(add("check", "run the suites and write the results and a report"))
+    _add_report(add("report", "make a report from a results file"))
+    add("kernels", "list the kernels, and why some are unavailable")
+    add("recipes", "list the recipes, their decisions and what tells each decision")
+    repro = add("repro", "run again what a record is about")
+    repro.add_argument("id", metavar="ID", help="<kernel>-<case id>, as a failure prints it")
+    repro.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
+    repro.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="load this kernel file first",
+    )
+    repro.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
+    _add_witness(add("witness", "record bits of real kernels, or replay them without a GPU"))
+    return parser
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    from moe_parity.harness.session.profiles import PROFILES
+
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("parity-out"), metavar="DIR", help="default: parity-out")
+    add(
+        "--kernel",
+        action="append",
+        default=[],
+        metavar="NAME|FILE.py",
+        help="check this kernel, or those that a file registers, and no other (repeatable)",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
+    add("--require-gpu", action="store_true", help="a missing GPU is an error, not a skip")
+    add("-k", dest="expression", metavar="EXPR", help="select tests by name, as pytest does")
+    add("-m", dest="markers", metavar="EXPR", help="select by marker: \"moe(scale='ue8m0')\"")
+    add(
+        "-n",
+        dest="workers",
+        type=_workers,
+        default=min(2, os.cpu_count() or 1),
+        metavar="WORKERS",
+        help="worker processes; 0 runs in this one (default: %(default)s)",
+    )
+    add("--profile", choices=tuple(PROFILES), help="how many cases each property draws")
+    add("--seed", type=int, metavar="N", help="base seed of inputs and drawn cases")
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers")
+    return int(text)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("results", type=Path, metavar="RESULTS", help="a results.jsonl")
+    add("-o", dest="file", type=Path, required=True, metavar="FILE", help="the file to write")
+    add("--format", choices=("html", "md", "csv"), help="default: by the ending of FILE")
+    add("--partial", action="store_true", help="accept the file of an interrupted run")
+
+
+def _add_witness(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="record|verify|drift")
+    record = actions.add_parser("record", help="record the bits that kernels give on this GPU")
+    record.add_argument("-o", "--out", type=Path, required=True, metavar="DIR")
+    record.add_argument("--kernel", action="append", default=[], metavar="NAME")
+    verify = actions.add_parser("verify", help="replay witnesses against the references")
+    verify.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="default: our own")
+    drift = actions.add_parser("drift", help="name what changed between two versions of a vendor")
+    drift.add_argument("before", type=Path, metavar="DIR")
+    drift.add_argument("after", type=Path, metavar="DIR")
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> int:
+    from moe_parity.harness.cli import check as cli_check
+
+    return cli_check.run(
+        cli_check.Request(
+            out=args.out,
+            kernels=tuple(args.kernel),
+            device=args.device,
+            require_gpu=args.require_gpu,
+            expression=args.expression,
+            markers=args.markers,
+            workers=args.workers,
+            profile=args.profile,
+            seed=args.seed,
+        )
+    )
+
+
+def _report(args: argparse.Namespace) -> int:
+    from moe_parity.reports.results import read, write_atomic
+
+    form = args.format or _FORMATS.get(args.file.suffix.lower())
+    if form is None:
+        raise ParityError(
+            f"cannot tell the format of {args.file}: end its name in .html, .md or .csv, or say "
+            "--format."
+        )
+    run = read(args.results, partial=args.partial)
+    from moe_parity.reports import html, markdown, tables
+
+    render = {"html": html.render, "md": markdown.render, "csv": tables.to_csv}[form]
+    write_atomic(args.file, render(run))
+    print(args.file)
+    return OK
+
+
+def _kernels(_: argparse.Namespace) -> int:
+    from moe_parity.harness.cli import listing
+
+    print(listing.kernels_table())
+    return OK
+
+
+def _recipes(_: argparse.Namespace) -> int:
+    from moe_parity.harness.cli import listing
+
+    print(listing.recipes_table())
+    return OK
+
+
+def _repro(args: argparse.Namespace) -> int:
+    from moe_parity.harness.cli import repro
+
+    if args.device is not None:
+        from moe_parity.harness.plugin import choose_device
+
+        choose_device(args.device)
+    return repro.run(args.id, args.seed, args.device, args.kernel)
+
+
+def _witness(args: argparse.Namespace) -> int:
+    from moe_parity.harness.evidence import witness_set
+
+    if args.action == "record":
+        return witness_set.record(args.out, args.kernel)
+    if args.action == "drift":
+        from moe_parity.harness.evidence import drift
+
+        return drift.report(args.before, args.after)
+    return witness_set.verify(args.paths)
+
+
+_COMMANDS = {
+    "check": _check,
+    "report": _report,
+    "kernels": _kernels,
+    "recipes": _recipes,
+    "repro": _repro,
+    "witness": _witness,
+}
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions whose text is a sentence for the user; import nothing for it."""
+    errors = sys.modules.get("moe_parity.kernels.errors")
+    return (ParityError,) if errors is None else (ParityError, errors.KernelError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        status = _COMMANDS[args.command](args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("parity: interrupted.", file=sys.stderr)
+        return INCOMPLETE
+    except BrokenPipeError:
+        # the reader of a pipe, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except Exception as error:
+        if not isinstance(error, _user_errors()):
+            raise
+        print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    return status

@@ -1,0 +1,1 @@
+"""What is kept and compared beyond one run: witnesses, drift, distances."""

@@ -1,0 +1,71 @@
+"""How far two recipes are apart over a whole layer, split by decision, in BF16 ulp.
+
+For claims such as "bitwise at one token, else within one BF16 ulp".  An ulp is that of the expected
+value, or of the outputs' root mean square where the value is smaller: near zero a plain ulp would
+call nothing large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_parity.harness.checks.layer import words
+from moe_parity.harness.layer_inputs import layer_inputs
+from moe_parity.references import layer
+from moe_parity.references.arithmetic.formats import to_f32
+from moe_parity.references.language import Case, Recipe, decisions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How many BF16 outputs differ, of how many, and by how much."""
+
+    changed: str
+    """The decisions that were changed."""
+    differing: int
+    outputs: int
+    max_ulp: float
+    over_one_ulp: int
+
+
+def between(left: Tensor, right: Tensor, changed: str) -> Distance:
+    """Compare two BF16 outputs, finite ones; ``right`` is what is expected."""
+    got, want = to_f32(left).double(), to_f32(right).double()
+    size = torch.maximum(want.abs(), want.square().mean().sqrt())
+    unit = torch.exp2(torch.floor(torch.log2(size)) - 7)
+    ulp = (got - want).abs() / unit
+    return Distance(
+        changed=changed,
+        differing=int((words(left) != words(right)).sum()),
+        outputs=ulp.numel(),
+        max_ulp=float(ulp.max()) if ulp.numel() else 0.0,
+        over_one_ulp=int((ulp > 1).sum()),
+    )
+
+
+def split(case: Case, base: Recipe, other: Recipe) -> Iterator[Distance]:
+    """Yield the distance of each changed decision alone, then of all together."""
+    inputs = layer_inputs(case)
+
+    def output(recipe: Recipe) -> Tensor:
+        return layer.layer(inputs.batch, inputs.experts, recipe, inputs.asked).out
+
+    start = output(base)
+    for changed, recipe in _single_changes(base, other):
+        yield between(output(recipe), start, changed)
+    yield between(output(other), start, "all of them")
+
+
+def _single_changes(base: Recipe, other: Recipe) -> Iterator[tuple[str, Recipe]]:
+    for part in ("gemm", "swiglu", "combine"):
+        left, right = getattr(base, part), getattr(other, part)
+        for field, decision in decisions(left).items():
+            option = getattr(right, field)
+            if option is not getattr(left, field):
+                one = dataclasses.replace(left, **{field: option})
+                yield f"{decision.name}={option}", dataclasses.replace(base, **{part: one})

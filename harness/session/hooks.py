@@ -1,0 +1,293 @@
+"""One pytest session: feeds the recorder, writes records as tests finish, and distrusts green.
+
+A worker of xdist (and a run without xdist) writes DIR/parts/results-<worker>.jsonl; the
+controller merges the parts into DIR/results.jsonl when the session ends. A test whose worker
+crashed gets its record here. The session fails, with a sentence, when a collected test left no
+record, when nothing ran, and when a check failed in a test that passed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+
+from moe_parity.harness.session import environment
+from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label, item_name
+from moe_parity.reports.records import (
+    ITEM_CHECK,
+    Record,
+    Run,
+    RunEnd,
+    RunInfo,
+    count,
+    from_json,
+    to_line,
+)
+from moe_parity.reports.results import FILE_NAME, ResultsError, Writer, merge, prepare, write
+
+_WANTS_GPU = re.compile(r"\b(gpus?|cuda|hopper|h100|h200|sm_?\d+)\b", re.IGNORECASE)
+_FLAGS = ("graph", "poison")
+
+
+def labels_of(item: pytest.Item) -> dict[str, Any]:
+    """Return the record fields that a test's parameters and its `moe` marker set."""
+    callspec = getattr(item, "callspec", None)
+    values: dict[str, Any] = {
+        name: value
+        for name, value in (callspec.params.items() if callspec else ())
+        if isinstance(value, str | int | float)
+    }
+    for mark in reversed(list(item.iter_markers("moe"))):
+        values |= mark.kwargs
+    labels: dict[str, Any] = {name: as_label(values[name]) for name in LABELS if name in values}
+    return labels | {name: bool(values[name]) for name in _FLAGS if name in values}
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception as one line: its first line, and its type where that says more."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    kind = "" if isinstance(error, AssertionError | pytest.fail.Exception) else type(error).__name__
+    return ": ".join(part for part in (kind, text.strip()) if part)[:2000] or type(error).__name__
+
+
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return why a report was skipped."""
+    if hasattr(report, "wasxfail"):
+        return f"expected failure: {report.wasxfail}".rstrip(": ")
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+class Session:
+    """The hooks of a session; `notes` are sentences for the end of the terminal's output."""
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        *,
+        out: Path | None,
+        report: bool,
+        device: str,
+        require_gpu: bool,
+        seed: int | None,
+        selected: frozenset[str] | None,
+    ) -> None:
+        self.config = config
+        self.out = out
+        self.report = report
+        self.device = device
+        self.require_gpu = require_gpu
+        self.selected = selected
+        self.notes: list[str] = []
+        self.recorder = Recorder(device=device, seed=seed, sink=self._write)
+        # what the controller of xdist gives a worker; empty elsewhere
+        self._given: dict[str, Any] = getattr(config, "workerinput", {})
+        self._worker: str | None = self._given.get("workerid")
+        self._parts: Path | None = None
+        self._info: RunInfo | None = None
+        self._writer: Writer | None = None
+        self._collected: set[str] = set()
+        self._extra: list[Record] = []
+        self._began = time.perf_counter()
+
+    # --- start ---------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """Prove that results can be written before anything runs; drop parts of an older run."""
+        if self.config.option.collectonly:
+            return
+        try:
+            if self._worker is not None:
+                self._parts = Path(self._given["moe_parity_parts"])
+            elif self.out is not None:
+                self._parts = prepare(self.out)
+                for old in self._parts.glob("results-*.jsonl"):
+                    old.unlink()
+            else:
+                self._parts = Path(tempfile.mkdtemp(prefix="moe-parity-"))
+            told = self._given.get("moe_parity_info")
+            self._info = from_json(RunInfo, json.loads(told), "") if told else self._describe()
+            if not self.config.pluginmanager.hasplugin("dsession"):
+                name = f"results-{self._worker or 'main'}.jsonl"
+                self._writer = Writer(self._parts / name, self._info)
+        except (ResultsError, OSError) as error:
+            raise pytest.UsageError(str(error)) from None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker where its part goes, and what the run is."""
+        node.workerinput["moe_parity_parts"] = str(self._parts)
+        if self._info is not None:
+            node.workerinput["moe_parity_info"] = to_line("run", self._info).decode()
+
+    def _describe(self) -> RunInfo:
+        commit, dirty = environment.commit(self.config.rootpath)
+        program = Path(sys.argv[0])
+        name = program.parent.name if program.name == "__main__.py" else program.name
+        return RunInfo(
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=(name, *sys.argv[1:]),
+            environment=environment.describe(self.device),
+            commit=commit,
+            dirty=dirty,
+            seed=self.recorder.seed,
+            profile=hypothesis_settings.get_current_profile_name(),
+            device=self.device,
+        )
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Remember what was collected."""
+        self._collected |= {item.nodeid for item in session.items}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Remember what a worker collected."""
+        self._collected |= set(ids)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Record a file that could not be collected, or was skipped whole."""
+        if report.passed:
+            return
+        where = report.nodeid or "collection"
+        item = Item(where)
+        if report.skipped:
+            item.skipped = reason_of(report)
+        else:
+            lines = [line for line in report.longreprtext.splitlines() if line.strip()]
+            item.failed = f"cannot be collected: {lines[-1].removeprefix('E').strip()[:2000]}"
+        self._extra += self.recorder.records(item)
+
+    # --- one test ------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Bracket a test, so that its records are written when it has finished."""
+        self.recorder.start(item.nodeid, labels_of(item))
+        result = yield
+        # Not in a finally: a test that an interrupt broke off has not finished.
+        self.recorder.finish()
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note the outcome of a phase; make a skip for want of a GPU an error if it must be."""
+        if call.when == "teardown" and self.recorder.item is not None:
+            # junit.xml gets them, also through xdist
+            for name, check in self.recorder.item.checks.items():
+                compared = f"{check.get('compared', 0)} compared"
+                different = f"{check.get('differing', 0)} differing"
+                text = f"{check['verdict']}, {compared}, {different}"
+                item.user_properties.append((f"parity.{name}", text))
+        report = yield
+        running = self.recorder.item
+        if running is None:
+            return report
+        running.seconds += report.duration
+        if report.skipped:
+            running.skipped = running.skipped or reason_of(report)
+            running.expected_failure = hasattr(report, "wasxfail")
+            if self.require_gpu and not running.expected_failure:
+                self._refuse_skip(report, running)
+        elif report.failed and running.failed is None:
+            error = call.excinfo.value if call.excinfo else None
+            running.failed = one_line(error) if error else report.longreprtext.strip()
+        return report
+
+    def _refuse_skip(self, report: pytest.TestReport, running: Item) -> None:
+        reason = running.skipped or ""
+        if _WANTS_GPU.search(reason):
+            report.outcome = "failed"
+            report.longrepr = f"a GPU is required, and the test was skipped: {reason}"
+            running.failed, running.skipped = report.longrepr, None
+
+    def _write(self, record: Record) -> None:
+        if self._writer is not None:
+            self._writer.add(record)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """Record a test that took its worker down."""
+        item = Item(crashitem, failed=report.longreprtext)
+        self._extra += self.recorder.records(item)
+
+    # --- end -----------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Merge the parts, and turn a green that proves nothing into a failure."""
+        if self._parts is None or self._info is None:
+            return
+        if self._writer is not None:
+            if self._worker is not None:
+                for record in self._extra:
+                    self._writer.add(record)
+            self._writer.close()
+        if self._worker is not None:
+            return
+        try:
+            records = merge(self._parts.glob("results-*.jsonl"), self._extra)
+            session.exitstatus = self._distrust(records, int(exitstatus))
+            tests = [record for record in records if record.check == ITEM_CHECK]
+            end = RunEnd(
+                collected=len(self._collected | {record.nodeid for record in tests}),
+                ran=sum(record.verdict != "skip" for record in tests),
+                exitstatus=session.exitstatus,
+                seconds=round(time.perf_counter() - self._began, 3),
+            )
+            if self.out is not None:
+                self._publish(Run(self._info, records, end), self.out)
+        except ResultsError as error:
+            self.notes.append(str(error))
+            session.exitstatus = int(exitstatus) or 1
+            return  # the parts stay where they are
+        shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _publish(self, run: Run, out: Path) -> None:
+        run = write(run, out / FILE_NAME)
+        self.notes.append(f"results: {out / FILE_NAME}")
+        if self.report:
+            from moe_parity.reports import write_all
+
+            self.notes.append(f"report: {write_all(run, out)}")
+
+    def _distrust(self, records: tuple[Record, ...], status: int) -> int:
+        """Note whatever makes a session prove less than it seems to; return its exit status."""
+        tests = [record for record in records if record.check == ITEM_CHECK]
+        complaints: list[tuple[str, int]] = []
+        if lost := sorted(self._collected - {record.nodeid for record in tests}):
+            text = f"{len(lost):,} of {count(len(self._collected), 'collected test')} left no "
+            complaints.append((f"{text}record, the first is {lost[0]}", 1))
+        names = Counter(item_name(nodeid)[1] for nodeid in self._collected)
+        for name in sorted(name for name, times in names.items() if times > 1):
+            complaints.append((f"several tests are called {name}: rename all but one", 1))
+        if all(record.verdict == "skip" for record in tests):
+            why = f"{count(len(tests), 'test')} chosen, all skipped" if tests else "no test chosen"
+            complaints.append((f"nothing ran: {why}", int(pytest.ExitCode.NO_TESTS_COLLECTED)))
+        for kernel in sorted((self.selected or set()) - {record.kernel for record in records}):
+            complaints.append((f"no test is about the kernel {kernel}", 1))
+        if any(record.verdict in ("fail", "error") for record in records):
+            complaints.append(("", 1))
+        self.notes += [sentence for sentence, _ in complaints if sentence]
+        return status or next((worth for _, worth in complaints), 0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write the notes."""
+        if self.notes:
+            terminalreporter.section("moe-parity")
+            for note in self.notes:
+                terminalreporter.write_line(note)

@@ -1,0 +1,176 @@
+"""Quantization to E4M3 as custom ops: ``act_quant``, ``weight_quant``, ``requantize_weight``.
+
+FP8 tensors cross the op boundary as uint8, since torch's op checks have no E4M3.  Only metadata is
+looked at, so a call never waits for the GPU and may be captured in a CUDA graph; values are checked
+where a caller asks for it (``moe_parity.kernels.ours.validate``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_parity.kernels.call import plain_allocator, scale_strides
+from moe_parity.kernels.errors import KernelError
+from moe_parity.kernels.ours import quant_kernels as kernels
+from moe_parity.kernels.virtual_gpu import dispatch
+from moe_parity.references.language import ScaleFormat, ScaleLayout
+
+BLOCK = 128
+GROUPS = (64, 128)
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def act_quant(
+    x: Tensor,
+    *,
+    group: int = 128,
+    scale: ScaleFormat | str = ScaleFormat.FP32,
+    layout: ScaleLayout | str = ScaleLayout.ROW,
+) -> tuple[Tensor, Tensor]:
+    """Quantize activations ``x`` [M, K] in groups of 1 x ``group``.
+
+    ``x`` is bf16, fp16 or fp32 with any strides; K is a multiple of the group, which is 64 or 128.
+    Returns E4M3 codes as uint8 [M, K] and scales: fp32 [M, K / group] in the given layout, or for
+    ``ue8m0packed`` int32 [M, ceil(K / group / 4)] in the TMA layout.  Recipe ``ours``.
+    Raises KernelError, in a sentence, for anything else.
+    """
+    scale, layout = ScaleFormat(scale), ScaleLayout(layout)
+    check_input("act_quant", x, group)
+    rows, columns = x.shape
+    groups = columns // group
+    new = plain_allocator(x.device)
+    codes = new("codes", (rows, columns), (columns, 1), torch.uint8)
+    if scale is ScaleFormat.UE8M0_PACKED:
+        words = -(-groups // 4)
+        strides = scale_strides(rows, words, ScaleLayout.TMA)
+        scales = new("scales", (rows, words), strides, torch.int32)
+    else:
+        scales = new("scales", (rows, groups), scale_strides(rows, groups, layout), torch.float32)
+    act_quant_out(x, codes, scales, group, scale.is_power_of_two)
+    return codes, scales
+
+
+def weight_quant(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize one expert's weight ``w`` [N, K] in 128 x 128 tiles, edges ragged.
+
+    ``w`` is bf16, fp16 or fp32 with any strides.  Returns codes uint8 [N, K] and fp32 scales
+    [ceil(N / 128), ceil(K / 128)].  Recipe ``ours``.  Raises KernelError for anything else.
+    """
+    check_input("weight_quant", w, None)
+    rows, columns = w.shape
+    codes = torch.empty((rows, columns), dtype=torch.uint8, device=w.device)
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    scales = torch.empty(shape, dtype=torch.float32, device=w.device)
+    weight_quant_out(w, codes, scales, power_of_two)
+    return codes, scales
+
+
+def requantize_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Requantize E4M3 weights, codes uint8 [N, K] and fp32 tile scales, to powers of two."""
+    rows, columns = codes.shape
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    if codes.dtype is not torch.uint8 or codes.stride(1) != 1:
+        raise KernelError(
+            f"requantize_weight: codes must be uint8 with contiguous rows, got {codes.dtype} with "
+            f"strides {codes.stride()}; view FP8 weights as uint8."
+        )
+    if scales.dtype is not torch.float32 or scales.shape != shape or not scales.is_contiguous():
+        raise KernelError(
+            f"requantize_weight: scales must be contiguous float32 {list(shape)}, got "
+            f"{scales.dtype} {list(scales.shape)} with strides {scales.stride()}."
+        )
+    new_codes, new_scales = torch.empty_like(codes), torch.empty_like(scales)
+    if codes.numel():
+        dispatch(
+            kernels.requantize_kernel, shape,
+            codes, scales, new_codes, new_scales, rows, columns,
+            codes.stride(0), scales.stride(0), new_codes.stride(0), new_scales.stride(0),
+            BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return new_codes, new_scales
+
+
+@torch.library.custom_op("moe_parity::act_quant_out", mutates_args=("codes", "scales"))
+def act_quant_out(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of_two: bool) -> None:
+    """Quantize into given outputs; int32 scales take packed exponents.  See :func:`act_quant`."""
+    check_input("act_quant", x, group)
+    rows, columns = x.shape
+    groups = columns // group
+    packed = scales.dtype is torch.int32
+    _check_output("act_quant", x, "codes", codes, (rows, columns), torch.uint8)
+    width = -(-groups // 4) if packed else groups
+    wanted = torch.int32 if packed else torch.float32
+    _check_output("act_quant", x, "scales", scales, (rows, width), wanted)
+    if rows == 0:
+        return
+    tile = min(32, 1 << (rows - 1).bit_length())
+    grid = (-(-rows // tile), width)
+    strides = (*x.stride(), codes.stride(0), *scales.stride())
+    if packed:
+        dispatch(
+            kernels.act_quant_packed_kernel, grid, x, codes, scales, rows, groups, *strides,
+            G=group, ROWS=tile, num_warps=4,
+        )  # fmt: skip
+    else:
+        dispatch(
+            kernels.act_quant_kernel, grid, x, codes, scales, rows, *strides,
+            G=group, ROWS=tile, POWER_OF_TWO=power_of_two, num_warps=4,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("moe_parity::weight_quant_out", mutates_args=("codes", "scales"))
+def weight_quant_out(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
+    """Quantize a weight into given outputs.  See :func:`weight_quant`."""
+    check_input("weight_quant", w, None)
+    rows, columns = w.shape
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    _check_output("weight_quant", w, "codes", codes, (rows, columns), torch.uint8)
+    _check_output("weight_quant", w, "scales", scales, shape, torch.float32)
+    if w.numel() == 0:
+        return
+    dispatch(
+        kernels.weight_quant_kernel, shape, w, codes, scales, rows, columns,
+        *w.stride(), codes.stride(0), *scales.stride(),
+        BLOCK=BLOCK, POWER_OF_TWO=power_of_two, num_warps=8,
+    )  # fmt: skip
+
+
+@act_quant_out.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of_two: bool) -> None:
+    pass
+
+
+@weight_quant_out.register_fake
+def _(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
+    pass
+
+
+def check_input(op: str, x: Tensor, group: int | None) -> None:
+    """Raise KernelError where ``x`` cannot be quantized: dtype, rank, group, K."""
+    if x.dtype not in INPUTS:
+        raise KernelError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}.")
+    if x.dim() != 2:
+        raise KernelError(f"{op}: x must be [rows, columns], got shape {list(x.shape)}.")
+    if group is None:
+        return
+    if group not in GROUPS:
+        raise KernelError(f"{op}: group must be 64 or 128, got {group}.")
+    if x.shape[1] % group or not x.shape[1]:
+        raise KernelError(f"{op}: K = {x.shape[1]} is not a positive multiple of group {group}.")
+
+
+def _check_output(
+    op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if out.dtype is not dtype or out.shape != shape:
+        raise KernelError(
+            f"{op}: {name} must be {dtype} {list(shape)}, got {out.dtype} {list(out.shape)}."
+        )
+    if out.device != x.device:
+        raise KernelError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
+    overlaps = out.numel() > 0 and any(
+        n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
+    )
+    if overlaps or (name == "codes" and out.shape[1] > 1 and out.stride(1) != 1):
+        raise KernelError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")

@@ -1,0 +1,1 @@
+"""DeepGEMM's kernels."""

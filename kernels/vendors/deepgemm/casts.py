@@ -1,0 +1,141 @@
+"""DeepGEMM's own cast helpers, loaded from the installed package's file.
+
+``import deep_gemm`` needs CUDA; its ``utils/math.py`` needs torch alone, so these real subjects run
+on a CPU too.  Found on a GPU: torch turns ``amax / 448.0`` into a product with the reciprocal of
+448, so the same source follows another scale form there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_parity.kernels.call import Call
+from moe_parity.kernels.registry import register
+from moe_parity.references.language import (
+    Case,
+    Check,
+    Contract,
+    Recipe,
+    ScaleFormat,
+    ScaleLayout,
+    Stage,
+)
+from moe_parity.references.language.recipes import (
+    DEEPGEMM,
+    DEEPGEMM_CUDA,
+    DEEPGEMM_CUDA_NAN,
+    DEEPGEMM_NAN,
+)
+
+DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm", "tokenspeed-deepgemm")
+MISSING = "DeepGEMM is not installed; install the extra: pip install 'moe-parity[deepgemm]'."
+
+
+def _math_file() -> Path | None:
+    for name in DISTRIBUTIONS:
+        try:
+            path = Path(str(distribution(name).locate_file("deep_gemm/utils/math.py")))
+        except PackageNotFoundError:
+            continue
+        if path.is_file():
+            return path
+    return None
+
+
+def unavailable() -> str | None:
+    """Return None where a DeepGEMM package is installed, else what to do."""
+    return None if _math_file() else MISSING
+
+
+@lru_cache(maxsize=1)
+def helpers() -> ModuleType:
+    """Return the package's ``deep_gemm/utils/math.py`` as a module of its own."""
+    path = _math_file()
+    if path is None:
+        raise ModuleNotFoundError(MISSING)
+    spec = importlib.util.spec_from_file_location("moe_parity_deep_gemm_math", path)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_RECIPES = {
+    ("cpu", True): (DEEPGEMM,),
+    ("cpu", False): (DEEPGEMM_NAN,),
+    ("cuda", True): (DEEPGEMM_CUDA,),
+    ("cuda", False): (DEEPGEMM_CUDA_NAN,),
+}
+# The helpers allocate their own outputs and give no others.
+_CONTRACT = Contract().without(Check.WRITE_SET)
+
+
+def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
+    return _RECIPES[device, _cast_saturates(device)]
+
+
+@lru_cache(maxsize=2)
+def _cast_saturates(device: str) -> bool:
+    """Whether torch's own cast to E4M3 saturates: it differs between releases."""
+    past = torch.tensor([1e9], device=device).to(torch.float8_e4m3fn)
+    return int(past.view(torch.uint8)) == 0x7E
+
+
+def _per_token(case: Case, device: str) -> str | None:  # noqa: ARG001
+    if case.layout is not ScaleLayout.ROW:
+        return "the helper returns row-major scales."
+    if case.h % case.group:
+        return f"K = {case.h} is not a multiple of the group, {case.group}."
+    if case.scale is ScaleFormat.UE8M0_PACKED and (case.h // case.group) % 4:
+        return "the helper packs whole words only: K must be a multiple of 4 groups."
+    return None
+
+
+def _per_block(case: Case, device: str) -> str | None:  # noqa: ARG001
+    if case.scale is ScaleFormat.UE8M0_PACKED or case.layout is not ScaleLayout.ROW:
+        return "the helper returns row-major fp32 scales."
+    return None if case.group == 128 else "the harness checks its tiles of 128 x 128."
+
+
+@register(
+    "deepgemm_per_token",
+    stage=Stage.ACT_QUANT,
+    recipes=_recipes,
+    supports=_per_token,
+    unavailable=unavailable,
+    contract=_CONTRACT,
+)
+def deepgemm_per_token(call: Call) -> tuple[Tensor, Tensor]:
+    """DeepGEMM per_token_cast_to_fp8."""
+    scale = call.case.scale
+    codes, scales = helpers().per_token_cast_to_fp8(
+        call.x,
+        use_ue8m0=scale.is_power_of_two,
+        gran_k=call.case.group,
+        use_packed_ue8m0=scale is ScaleFormat.UE8M0_PACKED,
+    )
+    return codes.view(torch.uint8), scales
+
+
+@register(
+    "deepgemm_per_block",
+    stage=Stage.WEIGHT_QUANT,
+    recipes=_recipes,
+    supports=_per_block,
+    unavailable=unavailable,
+    contract=_CONTRACT,
+)
+def deepgemm_per_block(call: Call) -> tuple[Tensor, Tensor]:
+    """DeepGEMM per_block_cast_to_fp8."""
+    codes, scales = helpers().per_block_cast_to_fp8(
+        call.x, use_ue8m0=call.case.scale.is_power_of_two
+    )
+    return codes.view(torch.uint8), scales

@@ -1,0 +1,92 @@
+"""vLLM's grouped GEMM in Triton, launched by vLLM's own code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.kernels.registry import register
+from moe_parity.kernels.stage_call import Fate, GroupedRows, Produced, StageCall
+from moe_parity.kernels.vendors.deepgemm.api import place
+from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
+from moe_parity.references.language import Case, Recipe, Routing, ScaleFormat, Stage
+from moe_parity.references.language.recipes import VLLM_TRITON, VLLM_TRITON_SWAP
+
+
+def _supports_gemm(case: Case, device: str) -> str | None:  # noqa: ARG001
+    if case.scale is ScaleFormat.UE8M0_PACKED:
+        return "the kernel reads fp32 scales."
+    if case.h % 128 or case.i % 128:
+        return f"H = {case.h} and I = {case.i} must be multiples of 128."
+    if case.routing is Routing.HOLES:
+        return "vLLM's ids are those of experts."
+    return None if case.m else "vLLM launches nothing for zero tokens."
+
+
+def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
+    """Swap-AB, with the other scale order, for tiles below 64 rows: up to 64 tokens by default."""
+    return (VLLM_TRITON_SWAP,) if case.m <= 64 else (VLLM_TRITON,)
+
+
+@register(
+    "vllm_fused_moe_fc1", stage=Stage.FC1, recipes=_gemm_recipes, supports=_supports_gemm,
+    unavailable=unavailable, triton=True,
+)  # fmt: skip
+def vllm_fused_moe_fc1(call: StageCall) -> Produced:
+    """Call vLLM's fused_moe_kernel, first GEMM."""
+    return _fused_moe(call, weighted=False)
+
+
+@register(
+    "vllm_fused_moe_fc2", stage=Stage.FC2, recipes=_gemm_recipes, supports=_supports_gemm,
+    unavailable=unavailable, triton=True,
+)  # fmt: skip
+def vllm_fused_moe_fc2(call: StageCall) -> Produced:
+    """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
+    return _fused_moe(call, weighted=True)
+
+
+def _fused_moe(call: StageCall, *, weighted: bool) -> Produced:
+    inputs, case = call.inputs, call.case
+    assert isinstance(inputs, GroupedRows)
+    file = functions(
+        MOE, "write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel",
+        "get_default_config",
+    )  # fmt: skip
+    experts, n, k = inputs.w.shape
+    config = file.get_default_config(case.m, experts, n, k, case.k, "fp8_w8a8", [128, 128])
+    slots, owners, padded = aligned(inputs.expert, config["BLOCK_SIZE_M"])
+    out = call.new("out", (case.m, case.k, n), (case.k * n, n, 1), torch.bfloat16)
+    file.invoke_fused_moe_triton_kernel(
+        inputs.a.view(torch.float8_e4m3fn), inputs.w.view(torch.float8_e4m3fn), out,
+        inputs.a_scale, inputs.w_scale, inputs.weights, slots, owners, padded, weighted,
+        inputs.top_k, config, compute_type=_bfloat16(), use_fp8_w8a8=True, use_int8_w8a8=False,
+        use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False,
+        block_shape=[128, 128],
+    )  # fmt: skip
+    live = inputs.expert >= 0
+    rows = torch.where(live[:, None], out.view(-1, n), torch.zeros((), dtype=out.dtype))
+    fates = torch.where(live, int(Fate.LIVE), int(Fate.UNTOUCHED)).to(torch.int8)
+    return Produced(outputs={"rows": rows}, fates={"out": fates})
+
+
+def _bfloat16() -> Any:
+    return importlib.import_module("triton.language").bfloat16
+
+
+def aligned(expert: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sorted pairs, the expert of each block and the padded count, as the CUDA op does."""
+    pairs = expert.numel()
+    count = int(expert.max()) + 1 if pairs else 0
+    placed = place(expert, max(count, 1), block)
+    rows = placed.rows - block
+    slots = torch.full((max(rows, block),), pairs, dtype=torch.int32, device=expert.device)
+    live = placed.slot >= 0
+    slots[placed.slot[live]] = live.nonzero()[:, 0].int()
+    blocks = -(-(placed.ends - placed.starts) // block)
+    owners = torch.arange(max(count, 1), device=expert.device).repeat_interleave(blocks.long())
+    owners = owners.int() if owners.numel() else torch.zeros(1, dtype=torch.int32, device=expert.device)  # fmt: skip  # noqa: E501
+    return slots, owners, torch.tensor([rows], dtype=torch.int32, device=expert.device)

@@ -1,0 +1,170 @@
+"""vLLM's Triton quantizers: alone, and fused with SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.kernels.call import Call
+from moe_parity.kernels.registry import register
+from moe_parity.kernels.stage_call import Fate, GateUpRows, Produced, StageCall
+from moe_parity.kernels.vendors.deepgemm.api import place
+from moe_parity.kernels.vendors.vllm import package as vllm_package
+from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, unavailable
+from moe_parity.references.arithmetic.formats import ue8m0_decode, unpack_ue8m0
+from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Stage, Values
+
+CPU_GROUPS = 200
+"""Programs of one group each that the virtual GPU runs in a second or two."""
+
+
+def _supports_quant(case: Case, device: str) -> str | None:
+    if case.scale is ScaleFormat.UE8M0_PACKED:
+        return "the fallback writes fp32 scales."
+    if case.h % case.group:
+        return f"K = {case.h} is not a multiple of the group, {case.group}."
+    if case.hazard is Hazard.TRANSPOSED:
+        return "vLLM asserts contiguous rows."
+    groups = case.m * (case.h // case.group)
+    if device == "cpu" and groups > CPU_GROUPS:
+        return f"{groups} programs of one group are over the CPU's budget of {CPU_GROUPS}."
+    return None if case.m else "an empty grid, which CUDA refuses."
+
+
+@register(
+    "vllm_triton_per_token_group", stage=Stage.ACT_QUANT, recipes="vllm_triton_quant",
+    supports=_supports_quant, unavailable=unavailable, triton=True,
+)  # fmt: skip
+def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
+    """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
+    file = functions(FP8, "_per_token_group_quant_fp8", "_per_token_group_quant_fp8_colmajor")
+    x, group = call.x, call.case.group
+    codes, scales = call.new_codes(), call.new_scales()
+    groups = x.shape[0] * (x.shape[1] // group)
+    strides = () if call.case.layout is ScaleLayout.ROW else (scales.stride(1),)
+    kernel = (
+        file._per_token_group_quant_fp8_colmajor if strides else file._per_token_group_quant_fp8
+    )
+    block = 1 << (group - 1).bit_length()
+    kernel[(groups,)](
+        x, codes.view(torch.float8_e4m3fn), scales, group, x.shape[1], x.stride(0), *strides,
+        1e-10, fp8_min=-448.0, fp8_max=448.0, use_ue8m0=call.case.scale.is_power_of_two,
+        BLOCK=block, num_warps=min(max(block // 256, 1), 8), num_stages=1,
+    )  # fmt: skip
+    return codes, scales
+
+
+# --- SwiGLU with quantization -------------------------------------------------------------------
+
+
+def _fp8_file() -> Any:
+    return functions(
+        FP8, "_silu_mul_quant_fp8_packed_kernel", "silu_mul_quant_fp8_packed_triton",
+        "_silu_mul_per_token_group_quant_fp8_colmajor",
+        "silu_mul_per_token_group_quant_fp8_colmajor",
+    )  # fmt: skip
+
+
+def _supports_activation(case: Case, device: str) -> str | None:
+    if case.group != 128 or case.i % 128:
+        return f"I = {case.i} must be a multiple of the group, 128."
+    if device == "cpu" and case.values is Values.SPECIAL and case.clamp is not None:
+        return "what a clamp makes of a NaN depends on the compiler; the virtual GPU refuses it."
+    return None if case.m else "an empty grid, which CUDA refuses."
+
+
+def _supports_colmajor(case: Case, device: str) -> str | None:
+    if case.scale is ScaleFormat.UE8M0_PACKED:
+        return "packed exponents are silu_mul_quant_fp8_packed's."
+    return _supports_activation(case, device)
+
+
+def _supports_packed(case: Case, device: str) -> str | None:
+    if case.scale is not ScaleFormat.UE8M0_PACKED:
+        return "writes packed exponents only."
+    return _supports_activation(case, device)
+
+
+def _dense_only(supports: Any) -> Any:
+    def narrower(case: Case, device: str) -> str | None:
+        if case.m % ALIGNMENT:
+            return f"without expert ends, M = {case.m} must be a multiple of 128."
+        reason: str | None = supports(case, device)
+        return reason
+
+    return narrower
+
+
+def _ends_only(supports: Any) -> Any:
+    def narrower(case: Case, device: str) -> str | None:
+        if vllm_package.divides():
+            return "0.26.0 has no expert_ends."
+        reason: str | None = supports(case, device)
+        return reason
+
+    return narrower
+
+
+def _activation(call: StageCall, *, packed: bool, ends: bool) -> Produced:
+    inputs, case = call.inputs, call.case
+    assert isinstance(inputs, GateUpRows)
+    rows, width = inputs.rows, inputs.rows.shape[1] // 2
+    slot = torch.arange(rows.shape[0], device=rows.device)
+    options: dict[str, Any] = {
+        "clamp_limit": inputs.limit, "alpha": inputs.alpha, "beta": inputs.beta,
+    }  # fmt: skip
+    if ends:
+        experts = inputs.counts.numel()
+        owner = torch.arange(experts, device=rows.device).repeat_interleave(inputs.counts.long())
+        placed = place(owner, experts, ALIGNMENT)
+        slot, buffer = placed.slot, torch.full_like(rows[:1], float("nan")).repeat(placed.rows, 1)
+        buffer[slot] = rows
+        rows = buffer
+        options |= {"expert_ends": placed.ends, "expert_alignment": ALIGNMENT}
+    codes = call.new("codes", (rows.shape[0], width), (width, 1), torch.uint8)
+    file = _fp8_file()
+    with file.allocating(call.new, "scales"):
+        if packed:
+            _, scales = file.silu_mul_quant_fp8_packed_triton(
+                rows, output_q=codes.view(torch.float8_e4m3fn), **options
+            )
+        else:
+            _, scales = file.silu_mul_per_token_group_quant_fp8_colmajor(
+                rows, output=codes.view(torch.float8_e4m3fn),
+                use_ue8m0=case.scale.is_power_of_two, **options,
+            )  # fmt: skip
+    kept = scales[slot].contiguous()
+    # The last word's missing groups hold the exponent of the floor; nothing reads them.
+    wide = ue8m0_decode(unpack_ue8m0(kept, width // 128)) if packed else kept
+    fates = torch.full((rows.shape[0],), Fate.UNTOUCHED, dtype=torch.int8, device=rows.device)
+    fates[slot] = Fate.LIVE
+    # The scales were allocated transposed, [groups, aligned rows].
+    tall = -(-rows.shape[0] // 4) * 4 if packed else rows.shape[0]
+    across = torch.full((scales.shape[1], tall), Fate.UNTOUCHED, dtype=torch.int8)
+    across[:, : rows.shape[0]] = fates.cpu()
+    return Produced(
+        outputs={"codes": codes[slot], "scales": wide}, fates={"codes": fates, "scales": across}
+    )
+
+
+def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
+    supports = _supports_packed if packed else _supports_colmajor
+    words = ", the rows of expert ends" if ends else ""
+
+    @register(
+        name, stage=Stage.SWIGLU_QUANT,
+        recipes="vllm_deepgemm_packed" if packed else "vllm_deepgemm",
+        supports=(_ends_only if ends else _dense_only)(supports), unavailable=unavailable,
+        triton=True,
+        note=f"vLLM {'silu_mul_quant_fp8_packed' if packed else 'silu_mul_per_token_group_quant_fp8_colmajor'}{words}.",  # noqa: E501
+    )  # fmt: skip
+    def activation(call: StageCall) -> Produced:
+        return _activation(call, packed=packed, ends=ends)
+
+
+_register_activation("vllm_silu_mul_colmajor", packed=False, ends=False)
+_register_activation("vllm_silu_mul_colmajor_ends", packed=False, ends=True)
+_register_activation("vllm_silu_mul_packed", packed=True, ends=False)
+_register_activation("vllm_silu_mul_packed_ends", packed=True, ends=True)

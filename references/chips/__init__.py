@@ -1,0 +1,1 @@
+"""What a chip does with numbers: its dot-product units."""

@@ -1,0 +1,166 @@
+"""One tensor-core dot product, bit for bit: the two units that E4M3 operands reach on Hopper.
+
+For one output element and one step of L products with the accumulator c (fp32), the unit
+
+1. takes every product exactly, with the exponent e(a) + e(b) of the operands as decoded (an E4M3
+   subnormal has exponent -6); zero products take no part in the next step;
+2. finds E, the largest exponent among the products and c;
+3. truncates every term, c included, toward zero to a multiple of 2^(E - F);
+4. adds the terms exactly;
+5. truncates the sum toward zero to R fraction bits and stores it as fp32; a zero is +0.
+
+Measured on an H200; the public MMA-Sim model (arXiv 2511.10909) has the same numbers.  An E4M3
+NaN makes its own row or column ``0x7fffffff``; an infinite c stays infinite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import F32_NAN_BITS, bits_of, e4m3_decode, from_bits
+
+NO_EXPONENT = -4096
+"""Stands for the exponent of a zero: below every other one."""
+
+GROUP = 32
+"""Both units are described per 32 of K; a shorter tail is filled with zeros, which take no part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A dot-product unit: its name, widths, and the order in which it walks 32 of K."""
+
+    name: str
+    alignment_bits: int
+    """F: terms are cut to multiples of 2^(E - F)."""
+    result_bits: int
+    """R: fraction bits of a step's result."""
+    steps: tuple[tuple[int, ...], ...]
+    """The k of each step within 32 of K, in order; the accumulator is carried between steps."""
+
+
+WGMMA_FP8 = Unit(name="wgmma_fp8", alignment_bits=13, result_bits=13, steps=(tuple(range(GROUP)),))
+"""``wgmma.m64nNk32.f32.e4m3.e4m3``."""
+
+MMA_F16 = Unit(
+    name="mma_f16",
+    alignment_bits=25,
+    result_bits=23,
+    steps=(
+        tuple(k for k in range(GROUP) if k % 4 < 2),
+        tuple(k for k in range(GROUP) if k % 4 >= 2),
+    ),
+)
+"""``mma.sync.m16n8k16`` on FP16, which Triton 3.6 uses for E4M3 tiles of 16 or 32 rows."""
+
+
+def dot(a: Tensor, b: Tensor, c: Tensor | None = None, *, unit: Unit) -> Tensor:
+    """Return a @ b + c as the unit computes it.
+
+    ``a`` is uint8 E4M3 codes [M, K], ``b`` uint8 [K, N], ``c`` fp32 [M, N] or None for zeros; the
+    result is fp32 [M, N].  On a CPU this is the compiled form, on a GPU a Triton kernel; both
+    equal :func:`dot_plain`.  Raises ValueError for other dtypes or shapes that do not fit.
+    """
+    a, b, c = _checked(a, b, c)
+    if a.is_cuda:
+        from moe_parity.references.chips import tensor_core_triton as tensor_core_gpu
+
+        return tensor_core_gpu.dot(a, b, c, unit)
+    from moe_parity.references.chips import tensor_core_numba as tensor_core_cpu
+
+    return tensor_core_cpu.dot(a, b, c, unit)
+
+
+def dot_plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, unit: Unit) -> Tensor:
+    """Return :func:`dot` in the plainest form: integers, one step at a time, any device."""
+    a, b, c = _checked(a, b, c)
+    for start in range(0, a.shape[1], GROUP):
+        for step in unit.steps:
+            k = torch.tensor(step, device=a.device) + start
+            c = _step(a[:, k], b[k], c, unit)
+    return mark_nan(c, a, b)
+
+
+def _step(a: Tensor, b: Tensor, c: Tensor, unit: Unit) -> Tensor:
+    """One step: ``a`` [M, L] and ``b`` [L, N] codes, ``c`` fp32 [M, N]."""
+    (ma, ea), (mb, eb) = operand(a), operand(b)
+    product = ma[:, :, None] * mb[None]
+    exponent = ea[:, :, None] + eb[None]
+    mc, ec = accumulator(c)
+    top = torch.maximum(exponent.amax(1), ec)
+    # A product is m * 2^(e - 6), c is m * 2^(e - 23); both go to units of 2^(E - F).
+    terms = _shift(product, exponent - 6 - (top[:, None] - unit.alignment_bits))
+    total = terms.sum(1) + _shift(mc, ec - 23 - (top - unit.alignment_bits))
+    size = total.abs()
+    length = torch.where(size > 0, torch.frexp(size.double())[1], 0).long()
+    surplus = (length - (unit.result_bits + 1)).clamp(min=0)
+    size = (size >> surplus) << surplus
+    unit_value = torch.pow(2.0, (top.clamp(min=-126) - unit.alignment_bits).double())
+    value = (size.double() * unit_value).float()
+    value = torch.where(total < 0, -value, value)
+    return torch.where(torch.isfinite(c), value, c)
+
+
+def operand(code: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode codes to (signed integer significand, exponent): value = m * 2^(e - 3), int64."""
+    word = code.long()
+    field, fraction = (word >> 3) & 15, word & 7
+    significand = torch.where(field == 0, fraction, fraction + 8)
+    exponent = torch.where(field == 0, -6, field - 7)
+    exponent = torch.where(significand == 0, NO_EXPONENT, exponent)
+    return torch.where(word >= 128, -significand, significand), exponent
+
+
+def accumulator(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode fp32 to (signed integer significand, exponent): value = m * 2^(e - 23), int64."""
+    bits = bits_of(c).long()
+    field, fraction = (bits >> 23) & 0xFF, bits & 0x007FFFFF
+    significand = torch.where(field == 0, fraction, fraction + (1 << 23))
+    exponent = torch.where(field == 0, -126, field - 127)
+    exponent = torch.where(significand == 0, 2 * NO_EXPONENT, exponent)
+    return torch.where(bits < 0, -significand, significand), exponent
+
+
+def _shift(value: Tensor, places: Tensor) -> Tensor:
+    """Multiply integers by 2^places, truncating toward zero."""
+    size = value.abs()
+    up = size << places.clamp(0, 40)
+    down = size >> (-places).clamp(0, 62)
+    moved = torch.where(places >= 0, up, down)
+    return torch.where(value < 0, -moved, moved)
+
+
+def mark_nan(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Put the unit's NaN where an operand's row or column, or the accumulator, holds one."""
+    row = ((a & 0x7F) == 0x7F).any(1)[:, None]
+    column = ((b & 0x7F) == 0x7F).any(0)[None]
+    bits = bits_of(result)
+    nan = row | column | torch.isnan(result)
+    return from_bits(torch.where(nan, torch.full_like(bits, F32_NAN_BITS), bits))
+
+
+def value_and_exponent(code: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode codes for the fast forms: value (fp32, NaN as 0) and exponent (int32)."""
+    value = e4m3_decode(code)
+    value = torch.where(torch.isnan(value), torch.zeros_like(value), value)
+    return value.contiguous(), operand(code)[1].to(torch.int32).contiguous()
+
+
+def _checked(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if a.dtype is not torch.uint8 or b.dtype is not torch.uint8:
+        raise ValueError(f"dot takes uint8 E4M3 codes, got {a.dtype} and {b.dtype}.")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"dot takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}.")
+    shape = (a.shape[0], b.shape[1])
+    if c is None:
+        c = torch.zeros(shape, dtype=torch.float32, device=a.device)
+    if c.dtype is not torch.float32 or c.shape != shape:
+        raise ValueError(f"c must be float32 {list(shape)}, got {c.dtype} {list(c.shape)}.")
+    short = -a.shape[1] % GROUP
+    if short:
+        a = torch.nn.functional.pad(a, (0, short))
+        b = torch.nn.functional.pad(b, (0, 0, 0, short))
+    return a, b, c
