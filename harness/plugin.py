@@ -32,13 +32,13 @@ from moe_parity.harness.session import environment
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
 from moe_parity.harness.session.recorder import Recorder
+from moe_parity.harness.session.skips import NO_GPU, skip_test
+from moe_parity.references.chips import why_not_modelled
 from moe_parity.references.errors import ParityError
 
 # Before anything imports torch: a worker of xdist sees one GPU and its share of the cores.
 environment.bind_worker_gpu()
 environment.share_cores()
-
-NO_GPU = "needs a CUDA GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,11 @@ def choose_device(wanted: str, require_gpu: bool = False) -> str:
         if require_gpu:
             raise ParityError("a GPU is required and the device is cpu: ask for one of the two.")
         return "cpu"
-    if environment.gpu() is not None:
+    card = environment.gpu()
+    if card is not None:
+        missing = why_not_modelled(card.capability)
+        if require_gpu and missing:
+            raise ParityError(f"a GPU is required whose bits are modelled: {missing}.")
         return "cuda"
     if wanted == "cuda" or require_gpu:
         asked = "the device is cuda" if wanted == "cuda" else "a GPU is required"
@@ -148,12 +152,8 @@ def load_kernels(names: tuple[str, ...]) -> frozenset[str] | None:
         return None
     # Late: the registry imports torch, and a bad option should not take seconds.
     from moe_parity.kernels import registry
-    from moe_parity.kernels.errors import KernelError
 
-    try:
-        return frozenset(kernel.name for kernel in registry.select(names))
-    except KernelError as error:
-        raise ParityError(str(error)) from None
+    return frozenset(kernel.name for kernel in registry.select(names))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -250,5 +250,5 @@ def parity_seed(request: pytest.FixtureRequest) -> int:
 def parity_gpu(parity_device: str) -> str:
     """Return `cuda`, or skip the test for want of a GPU; the report lists such skips."""
     if parity_device != "cuda":
-        pytest.skip(NO_GPU)
+        skip_test(NO_GPU)
     return parity_device

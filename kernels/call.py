@@ -1,14 +1,18 @@
-"""A call: what the harness hands to a kernel, and where its outputs are to be written."""
+"""A call: what the harness hands to a kernel of any stage, and what a kernel may give back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_parity.references.language import Case, ScaleFormat, ScaleLayout, Stage
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, Stage
 
 
 class Allocator(Protocol):
@@ -23,48 +27,80 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The input ``x`` [M, K] of a quantization stage and the outputs' allocator.
+    """One call of a kernel.
 
-    For ``weight_quant`` x is one expert's weight [N, K].
+    ``inputs`` is what the stage says (``ACT_QUANT``: ``x``; ``FC1``: ``a``, ``a_scale``, ``w``,
+    ``w_scale``, ``expert`` ...: docs/stages.md).
     """
 
     case: Case
-    stage: Stage
-    x: Tensor
-    new: Allocator
+    stage: Stage[Any]
+    inputs: Any
+    allocate: Allocator
 
-    @property
-    def scale_shape(self) -> tuple[int, int]:
-        """Rows and columns of the scales before packing."""
-        rows, columns = self.x.shape
-        if self.stage is Stage.WEIGHT_QUANT:
-            return -(-rows // 128), -(-columns // 128)
-        return rows, columns // self.case.group
+    def new(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        strides: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return memory for an output: poison that a kernel has to overwrite.
 
-    def new_codes(self) -> Tensor:
-        """Return the uint8 output [M, K], row-major, for E4M3 codes."""
-        rows, columns = self.x.shape
-        return self.new("codes", (rows, columns), (columns, 1), torch.uint8)
-
-    def new_scales(self) -> Tensor:
-        """Return the scale output in the case's format and layout.
-
-        fp32 [M, groups], or int32 [M, ceil(groups / 4)] for packed exponents, which always have
-        the TMA layout.
+        By name alone it is one of the stage's outputs in the case's format and layout.  With a
+        shape it is whatever a kernel needs, row-major unless it says otherwise; raises ParityError
+        where the name is not the stage's and the dtype is missing.
         """
-        rows, groups = self.scale_shape
-        packed = self.case.scale is ScaleFormat.UE8M0_PACKED
-        columns = -(-groups // 4) if packed else groups
-        dtype = torch.int32 if packed else torch.float32
-        layout = ScaleLayout.TMA if packed else self.case.layout
-        return self.new("scales", (rows, columns), scale_strides(rows, columns, layout), dtype)
+        outputs = self.stage.outputs(self.case, self.inputs)
+        known = outputs.get(name)
+        if shape is None:
+            if known is None:
+                names = ", ".join(outputs)
+                raise ParityError(f"{self.stage} has no output {name!r}; it has {names}.")
+            shape, strides = known.shape, strides or known.strides
+        dtype = dtype or (known.dtype if known else None)
+        if dtype is None:
+            raise ParityError(f"call.new({name!r}, {shape}): say the dtype, {name} is not known.")
+        return self.allocate(name, shape, strides or row_major_strides(shape), dtype)
 
 
-def scale_strides(rows: int, columns: int, layout: ScaleLayout) -> tuple[int, int]:
-    """Return the strides, in elements, of [rows, columns] scales in a layout."""
-    if layout is ScaleLayout.ROW:
-        return columns, 1
-    return 1, rows if layout is ScaleLayout.COLUMN else -(-rows // 4) * 4
+class Fate(IntEnum):
+    """What a call does to a row of an output."""
+
+    LIVE = 0
+    """Written, and compared."""
+    ZERO = 1
+    """Written: +0."""
+    JUNK = 2
+    """Written or not, with anything; nobody may read it."""
+    UNTOUCHED = 3
+    """As it was before the call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Produced:
+    """Outputs with the fate of every row of the memory that was allocated for them.
+
+    Only a kernel that pads, reorders or leaves rows alone needs it; any other returns its outputs,
+    as a mapping, in the stage's order, or as one tensor.
+    """
+
+    outputs: Mapping[str, Tensor]
+    fates: Mapping[str, Tensor] = field(default_factory=dict)
+    """Output name -> int8 fates, one for each row (all dimensions but the last), or one for each
+    element where the shapes are the same.  Left out: the stage's owned rows are live."""
+
+
+def demand_contiguous(tensor: Tensor, who: str) -> Tensor:
+    """Return a tensor; raises ParityError, which refuses the call, unless it is contiguous."""
+    if not tensor.is_contiguous():
+        raise ParityError(f"{who} takes contiguous input, got strides {tensor.stride()}.")
+    return tensor
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
 def plain_allocator(device: str | torch.device) -> Allocator:

@@ -1,13 +1,13 @@
 """The registry: what is under test, which recipe it follows, what it promises.
 
-A kernel is a function of a :class:`Call` that returns ``(codes, scales)``::
+A kernel is a function of a :class:`Call` that returns its stage's outputs::
 
     from moe_parity.kernels import register
 
     @register("mine", stage="act_quant", recipes="vllm_cuda")
     def mine(call):
-        codes, scales = call.new_codes(), call.new_scales()
-        my_op(call.x, codes, scales, call.case.group)
+        codes, scales = call.new("codes"), call.new("scales")
+        my_op(call.inputs.x, codes, scales, call.case.group)
         return codes, scales
 
 Put that in a file and name it: ``parity check --kernel file.py``.  Installed packages register
@@ -19,36 +19,28 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moe_parity.kernels.errors import KernelError
-from moe_parity.references.language import Case, Contract, Recipe, Stage
-from moe_parity.references.language.recipes import ALL
+from moe_parity.kernels.call import Call
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, Contract, Recipe, Skip, Stage, Why
+from moe_parity.references.recipes import recipe_named
+from moe_parity.references.stages import stage_named
 
-BUILTIN = (
-    "moe_parity.kernels.ours.registered",
-    "moe_parity.kernels.ours.registered_layers",
-    "moe_parity.kernels.vendors.deepgemm.casts",
-    "moe_parity.kernels.vendors.deepgemm.gemms",
-    "moe_parity.kernels.vendors.deepgemm.chain",
-    "moe_parity.kernels.vendors.vllm.quant_ops",
-    "moe_parity.kernels.vendors.vllm.layer_ops",
-    "moe_parity.kernels.vendors.vllm.triton_gemm",
-    "moe_parity.kernels.vendors.vllm.triton_quant",
-    "moe_parity.kernels.vendors.vllm.triton_rows",
-)
+BUILTIN = ("ours", "vendors.deepgemm", "vendors.vllm")
+"""Packages here whose table ``REGISTERED`` names the modules that register kernels."""
+
 ENTRY_POINTS = "moe_parity.kernels"
-Run = Callable[[Any], Any]
-"""Quantization: ``Call`` -> (codes, scales).  A layer: ``LayerCall`` -> ``Trace``.  Every stage in
-between: ``StageCall`` -> ``Produced``."""
-
+Run = Callable[[Call], Any]
 RecipesOf = Callable[[Case, str], tuple[Recipe, ...]]
-Supports = Callable[[Case, str], str | None]
+Supports = Callable[[Case, str], Skip | str | None]
+Available = Callable[[], Skip | str | None]
+Versions = Callable[[], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,37 +48,58 @@ class Kernel:
     """A thing under test."""
 
     name: str
-    stage: Stage
+    stage: Stage[Any]
     run: Run
     recipes: RecipesOf
     """(case, device type) -> the recipes it may follow; more than one where a tile decides."""
-    supports: Supports
-    """(case, device type) -> None, or why not, in one sentence."""
-    unavailable: Callable[[], str | None]
+    supports: Callable[[Case, str], Skip | None]
+    """(case, device type) -> None, or why not."""
+    unavailable: Callable[[], Skip | None]
     """None, or why it cannot run here at all."""
     contract: Contract
     source: Path
     triton: bool
     """Whether a CPU runs it on the virtual GPU."""
+    needs_gpu: bool
     note: str
+    versions: Versions
+    """The versions of the package that it belongs to, for provenance."""
 
     def runs_on(self, device: str) -> str:
         """Return where a device type runs it: cpu, virtual_gpu or cuda."""
         return "virtual_gpu" if self.triton and device == "cpu" else device
 
-    def why_not(self, case: Case, device: str) -> str | None:
-        """Return None where the kernel runs the case on the device, else the reason."""
-        return self.unavailable() or self.supports(case, device)
+    def declines(self, case: Case, device: str) -> Skip | None:
+        """Return None where the kernel takes the case on some machine of this device type."""
+        refusal = self.stage.refusal(case)
+        if refusal is not None:
+            return Skip(Why.UNSUPPORTED, f"{refusal}.")
+        if self.needs_gpu and device != "cuda":
+            return Skip(Why.NEEDS_GPU, "it needs a GPU.")
+        return self.supports(case, device)
 
+    def why_not(self, case: Case, device: str) -> Skip | None:
+        """Return None where the kernel runs the case here on the device, else the reason."""
+        return self.unavailable() or self.declines(case, device)
 
-def _reason(ask: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Return ``ask`` with an exception of its own turned into a reason."""
-
-    def safe(*args: Any) -> str | None:
+    def on_chip(self, case: Case, device: str) -> bool:
+        """Whether its bits come from a chip's own units or tables."""
         try:
-            return ask(*args)
+            recipes = self.recipes(case, device)
+        except Exception:
+            return False  # the checks say it, with the kernel's own line
+        return any(recipe.on_chip(self.stage.acting) for recipe in recipes)
+
+
+def _reason(ask: Callable[..., Skip | str | None], why: Why) -> Callable[..., Skip | None]:
+    """Return ``ask`` with a sentence made a reason, and an exception of its own too."""
+
+    def safe(*args: Any) -> Skip | None:
+        try:
+            return Skip.of(ask(*args), why)
         except Exception as error:
-            return f"asking it raised {type(error).__name__}: {error}".splitlines()[0]
+            text = f"asking it raised {type(error).__name__}: {error}".splitlines()[0]
+            return Skip(why, text)
 
     return safe
 
@@ -98,44 +111,49 @@ _LOADED: set[str] = set()
 def register(
     name: str,
     *,
-    stage: Stage | str,
+    stage: Stage[Any] | str,
     recipes: str | Recipe | RecipesOf,
     supports: Supports | None = None,
-    unavailable: Callable[[], str | None] | None = None,
+    unavailable: Available | None = None,
     contract: Contract | None = None,
     triton: bool = False,
+    needs_gpu: bool = False,
     note: str = "",
+    versions: Versions | None = None,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
-    ``recipes`` is a recipe, the name of one, or a function of (case, device type); ``triton`` says
-    that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``).  Raises
-    KernelError for an unknown recipe or stage and for a name that is taken by another file.
+    ``recipes`` is a recipe, the name of one, or a function of (case, device type).  ``supports``
+    and ``unavailable`` return None, or why not: a sentence or a :class:`Skip`.  ``triton`` says
+    that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``),
+    ``needs_gpu`` that only a GPU does.  Raises ParityError for an unknown recipe or stage and for a
+    name that is taken by another file.
     """
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
-        raise KernelError(f"kernel name {name!r}: use lower-case letters, digits and _.")
-    if stage not in set(Stage):
-        raise KernelError(f"kernel {name}: unknown stage {stage!r}; stages: {', '.join(Stage)}.")
-    chosen = recipes if callable(recipes) else _fixed(name, Stage(stage), recipes)
+        raise ParityError(f"kernel name {name!r}: use lower-case letters, digits and _.")
+    owner = stage_named(stage) if isinstance(stage, str) else stage
+    chosen = recipes if callable(recipes) else _fixed(name, owner, recipes)
 
     def decorate(run: Run) -> Run:
         code = getattr(run, "__code__", None)
         if code is None:
-            raise KernelError(f"kernel {name}: register a function, not {type(run).__name__}.")
+            raise ParityError(f"kernel {name}: register a function, not {type(run).__name__}.")
         source = Path(code.co_filename)
         taken = _KERNELS.get(name)
         if taken is not None and taken.source != source:
-            raise KernelError(f"kernel {name} is registered twice: {taken.source} and {source}.")
+            raise ParityError(f"kernel {name} is registered twice: {taken.source} and {source}.")
         _KERNELS[name] = Kernel(
             name=name,
-            stage=Stage(stage),
+            stage=owner,
             run=run,
             recipes=chosen,
-            supports=_reason(supports) if supports else (lambda case, device: None),
-            unavailable=_reason(unavailable) if unavailable else (lambda: None),
+            supports=_reason(supports or (lambda case, device: None), Why.UNSUPPORTED),
+            unavailable=_reason(unavailable or (lambda: None), Why.ABSENT),
             contract=contract or Contract(),
             source=source,
             triton=triton,
+            needs_gpu=needs_gpu,
+            versions=versions or dict,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )
         return run
@@ -143,27 +161,27 @@ def register(
     return decorate
 
 
-def _fixed(name: str, stage: Stage, recipe: object) -> RecipesOf:
+def _fixed(name: str, stage: Stage[Any], recipe: object) -> RecipesOf:
     if isinstance(recipe, str):
-        if recipe not in ALL:
-            raise KernelError(
-                f"kernel {name}: unknown recipe {recipe!r}; `parity recipes` lists: "
-                f"{', '.join(ALL)}."
-            )
-        recipe = ALL[recipe]
+        try:
+            recipe = recipe_named(recipe)
+        except ParityError as error:
+            raise ParityError(f"kernel {name}: {error}") from None
     if not isinstance(recipe, Recipe):
-        raise KernelError(f"kernel {name}: recipes must be a recipe, a name or a function.")
-    if not recipe.says(stage):
-        raise KernelError(f"kernel {name}: recipe {recipe.name} says nothing about stage {stage}.")
+        raise ParityError(f"kernel {name}: recipes must be a recipe, a name or a function.")
+    if not stage.described_by(recipe):
+        raise ParityError(f"kernel {name}: recipe {recipe.name} says nothing about stage {stage}.")
     value = (recipe,)
     return lambda case, device: value
 
 
 def _load_builtin() -> None:
-    for module in BUILTIN:
-        if module not in _LOADED:
-            _LOADED.add(module)
-            importlib.import_module(module)
+    for name in BUILTIN:
+        if name not in _LOADED:
+            _LOADED.add(name)
+            package = importlib.import_module(f"moe_parity.kernels.{name}")
+            for module in package.REGISTERED:
+                importlib.import_module(f"{package.__name__}.{module}")
     if ENTRY_POINTS not in _LOADED:
         _LOADED.add(ENTRY_POINTS)
         for point in entry_points(group=ENTRY_POINTS):
@@ -171,10 +189,10 @@ def _load_builtin() -> None:
                 point.load()
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise KernelError(f"entry point {point.value} does not import: {text}") from error
+                raise ParityError(f"entry point {point.value} does not import: {text}") from error
 
 
-def all_kernels(stage: Stage | None = None) -> list[Kernel]:
+def all_kernels(stage: Stage[Any] | None = None) -> list[Kernel]:
     """Return the registered kernels, in order of name."""
     _load_builtin()
     chosen = (k for k in _KERNELS.values() if stage is None or k.stage is stage)
@@ -182,10 +200,10 @@ def all_kernels(stage: Stage | None = None) -> list[Kernel]:
 
 
 def find(name: str) -> Kernel:
-    """Return a kernel by name; raises KernelError, listing the known names."""
+    """Return a kernel by name; raises ParityError, listing the known names."""
     _load_builtin()
     if name not in _KERNELS:
-        raise KernelError(f"unknown kernel {name!r}; known: {', '.join(sorted(_KERNELS))}.")
+        raise ParityError(f"unknown kernel {name!r}; known: {', '.join(sorted(_KERNELS))}.")
     return _KERNELS[name]
 
 
@@ -197,24 +215,24 @@ def builtin(kernel: Kernel) -> bool:
 def load_file(path: str | Path) -> list[Kernel]:
     """Import a user's file and return the kernels it registered.
 
-    Raises KernelError, in one sentence, where the file is missing, does not import, or registers
+    Raises ParityError, in one sentence, where the file is missing, does not import, or registers
     nothing.
     """
     _load_builtin()
     path = Path(path).resolve()
     if not path.is_file():
-        raise KernelError(f"kernel file {path} does not exist.")
+        raise ParityError(f"kernel file {path} does not exist.")
     before = set(_KERNELS)
     try:
         _import_path(path)
-    except KernelError:
+    except ParityError:
         raise
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise KernelError(f"kernel file {path} does not import: {text}") from error
+        raise ParityError(f"kernel file {path} does not import: {text}") from error
     added = [k for k in _KERNELS.values() if k.source == path or k.name not in before]
     if not added:
-        raise KernelError(f"kernel file {path} registers no kernel; see `parity kernels --help`.")
+        raise ParityError(f"kernel file {path} registers no kernel; see `parity kernels --help`.")
     return added
 
 
@@ -222,7 +240,7 @@ def _import_path(path: Path) -> ModuleType:
     name = f"moe_parity_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise KernelError(f"kernel file {path} is not a Python file.")
+        raise ParityError(f"kernel file {path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

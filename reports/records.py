@@ -28,10 +28,6 @@ SEVERITY: Mapping[str, int] = {"skip": 0, "pass": 1, "fail": 2, "error": 3}
 """Verdicts from mild to bad; where two meet, the worse one stands."""
 
 
-class ResultsError(ParityError):
-    """A results file or folder that cannot be read or written."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What one check said about one test; `check == "test"` speaks for the test itself.
@@ -39,7 +35,9 @@ class Record:
     `compared` counts outputs, `could_show` those of them that would have been red under at least
     one mutant; `differing` counts unequal outputs, `code_flips` unequal quantized codes,
     `max_ulp` the largest distance in units in the last place; `mutant_distance` counts the outputs
-    that tell the nearest mutant from the recipe. None means not measured.
+    that tell the nearest mutant from the recipe. `why` is the kind of a skip's `reason`, `mid` the
+    scale format of a second quantization, `contract` what the kernel promises. None means not
+    measured.
     """
 
     id: str
@@ -51,7 +49,9 @@ class Record:
     recipe: str = ""
     stage: str = ""
     reason: str = ""
+    why: str = ""
     scale: str = ""
+    mid: str = ""
     layout: str = ""
     dtype: str = ""
     clamp: str = ""
@@ -62,6 +62,7 @@ class Record:
     device: str = ""
     examples: int = 0
     bound: str = ""
+    contract: str = ""
     compared: int = 0
     differing: int = 0
     code_flips: int = 0
@@ -217,17 +218,17 @@ _HINTS: Mapping[type, Mapping[str, Any]] = {
 
 
 def from_json(line: type[_Line], data: Mapping[str, Any], where: str) -> _Line:
-    """Return the value of a parsed line; `where` begins the sentence of a ResultsError."""
+    """Return the value of a parsed line; `where` begins the sentence of a ParityError."""
     values: dict[str, Any] = {}
     for name, value in data.items():
         if name == "kind":
             continue
         if name not in _HINTS[line]:
-            raise ResultsError(f"{where} has an unknown field {name!r}: not written by moe-parity.")
+            raise ParityError(f"{where} has an unknown field {name!r}: not written by moe-parity.")
         try:
             values[name] = _coerce(value, _HINTS[line][name])
         except TypeError:
-            raise ResultsError(
+            raise ParityError(
                 f"{where} has {name} = {value!r:.60}, which is not a {name} moe-parity writes."
             ) from None
     try:
@@ -235,4 +236,4 @@ def from_json(line: type[_Line], data: Mapping[str, Any], where: str) -> _Line:
     except TypeError:
         given = {f.name for f in fields(line)} & values.keys()
         missing = sorted(f.name for f in fields(line) if f.name not in given)
-        raise ResultsError(f"{where} lacks one of its fields {', '.join(missing)}.") from None
+        raise ParityError(f"{where} lacks one of its fields {', '.join(missing)}.") from None

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import (
     SCHEMA,
     SEVERITY,
     Record,
-    ResultsError,
     Run,
     RunEnd,
     RunInfo,
@@ -30,7 +30,6 @@ from moe_parity.reports.records import (
 __all__ = [
     "FILE_NAME",
     "Record",
-    "ResultsError",
     "Run",
     "RunEnd",
     "RunInfo",
@@ -54,13 +53,13 @@ def _lines(path: Path) -> list[bytes]:
         data = path.read_bytes()
     except IsADirectoryError:
         hint = f"; its results are in {path / FILE_NAME}" if (path / FILE_NAME).exists() else ""
-        raise ResultsError(f"{path} is a directory, not a results file{hint}.") from None
+        raise ParityError(f"{path} is a directory, not a results file{hint}.") from None
     except FileNotFoundError:
-        raise ResultsError(f"{path} does not exist; `parity check` writes one.") from None
+        raise ParityError(f"{path} does not exist; `parity check` writes one.") from None
     except OSError as error:
-        raise ResultsError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ParityError(f"{path} cannot be read: {error.strerror}.") from None
     if not data.strip():
-        raise ResultsError(f"{path} is empty: no run has written to it.")
+        raise ParityError(f"{path} is empty: no run has written to it.")
     return data.splitlines(keepends=True)
 
 
@@ -68,9 +67,9 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
-        raise ResultsError(f"{where} is not JSON: not a results file of moe-parity.") from None
+        raise ParityError(f"{where} is not JSON: not a results file of moe-parity.") from None
     if not isinstance(data, dict) or data.get("kind") not in ("run", "record", "end"):
-        raise ResultsError(f"{where} is no run, record or end: not a results file of moe-parity.")
+        raise ParityError(f"{where} is no run, record or end: not a results file of moe-parity.")
     return data
 
 
@@ -78,9 +77,9 @@ def _read_info(first: bytes, path: Path) -> RunInfo:
     where = f"{path}, line 1,"
     data = _parse(first, where)
     if data["kind"] != "run":
-        raise ResultsError(f"{where} is a {data['kind']} line, expected the run line.")
+        raise ParityError(f"{where} is a {data['kind']} line, expected the run line.")
     if data.get("schema") != SCHEMA:
-        raise ResultsError(
+        raise ParityError(
             f"{path} has schema {data.get('schema')!r}, this version reads schema {SCHEMA}: "
             "use the moe-parity that wrote it."
         )
@@ -92,7 +91,7 @@ def read(path: Path | str, *, partial: bool = False) -> Run:
 
     With `partial`, a file whose end is missing is read as far as it goes and `Run.end` is None;
     an id may then stand there twice, as in the part of a worker.
-    Raises ResultsError, one sentence, for a file that is missing, empty, truncated or foreign.
+    Raises ParityError, one sentence, for a file that is missing, empty, truncated or foreign.
     """
     path = Path(path)
     lines = _lines(path)
@@ -108,27 +107,27 @@ def read(path: Path | str, *, partial: bool = False) -> Run:
         where = f"{path}, line {number},"
         data = _parse(line, where)
         if end is not None or data["kind"] == "run":
-            raise ResultsError(f"{where} is a {data['kind']} line out of place.")
+            raise ParityError(f"{where} is a {data['kind']} line out of place.")
         if data["kind"] == "end":
             end = from_json(RunEnd, data, where)
             continue
         record = from_json(Record, data, where)
         if record.id in ids and not partial:
-            raise ResultsError(f"{where} repeats the record {record.id!r}.")
+            raise ParityError(f"{where} repeats the record {record.id!r}.")
         ids.add(record.id)
         records.append(record)
     if end is None and not partial:
         raise _truncated(path, f"no end line after line {len(lines)}")
     if end is not None and end.records != len(records):
-        raise ResultsError(
+        raise ParityError(
             f"{path} holds {count(len(records), 'record')}, its end line says {end.records:,}: "
             "lines were removed or added."
         )
     return Run(info, tuple(records), end)
 
 
-def _truncated(path: Path, what: str) -> ResultsError:
-    return ResultsError(
+def _truncated(path: Path, what: str) -> ParityError:
+    return ParityError(
         f"{path} is truncated: {what}; the run was interrupted (--partial reads what is there)."
     )
 
@@ -139,7 +138,7 @@ def _truncated(path: Path, what: str) -> ResultsError:
 def prepare(directory: Path) -> Path:
     """Make `directory` and its `parts`, prove that both can be written, and return `parts`.
 
-    Raises ResultsError; call it before anything runs.
+    Raises ParityError; call it before anything runs.
     """
     parts = directory / "parts"
     probe = parts / f".probe-{os.getpid()}"
@@ -150,27 +149,27 @@ def prepare(directory: Path) -> Path:
         if (directory / FILE_NAME).is_dir():
             raise IsADirectoryError(0, f"{FILE_NAME} in it is a directory")
     except OSError as error:
-        raise ResultsError(
+        raise ParityError(
             f"cannot write results to {directory}: {error.strerror}; choose another --out."
         ) from None
     return parts
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a whole file or, with a ResultsError, none of it."""
+    """Write a whole file or, with a ParityError, none of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)
         draft.replace(path)
     except OSError as error:
-        raise ResultsError(f"cannot write {path}: {error.strerror}.") from None
+        raise ParityError(f"cannot write {path}: {error.strerror}.") from None
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
 
 
 class Writer:
-    """Appends records to a new file, each line in one piece; raises ResultsError if it cannot."""
+    """Appends records to a new file, each line in one piece; raises ParityError if it cannot."""
 
     def __init__(self, path: Path, info: RunInfo) -> None:
         self.path = path
@@ -178,7 +177,7 @@ class Writer:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(path, flags, 0o666)
         except OSError as error:
-            raise ResultsError(f"cannot write {path}: {error.strerror}.") from None
+            raise ParityError(f"cannot write {path}: {error.strerror}.") from None
         self._append(to_line("run", info))
 
     def add(self, record: Record) -> None:
@@ -193,9 +192,9 @@ class Writer:
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            raise ResultsError(f"cannot write {self.path}: {error.strerror}.") from None
+            raise ParityError(f"cannot write {self.path}: {error.strerror}.") from None
         if written != len(line):
-            raise ResultsError(f"cannot write {self.path}: the disk is full.")
+            raise ParityError(f"cannot write {self.path}: the disk is full.")
 
 
 def worst_of(records: Iterable[Record]) -> dict[str, Record]:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_parity.harness.silicon.models import MODELS, DotCase, arguments, operands, result_bits
-from moe_parity.references.arithmetic import formats, rounding, special
+from moe_parity.references.arithmetic import formats, rounding
 from moe_parity.references.arithmetic.formats import bits_of, from_bits
-from moe_parity.references.chips import tensor_core
+from moe_parity.references.chips import special, tensor_core
+from moe_parity.references.chips.hopper import MMA_F16, WGMMA_FP8
 
 words = st.integers(-(2**31), 2**31 - 1)
 floats = words.map(lambda w: from_bits(torch.tensor([w], dtype=torch.int32)))
@@ -191,7 +192,7 @@ def dot_cases(draw: st.DrawFn) -> DotCase:
 @given(dot_cases(), st.integers(0, 2**32))
 def test_compiled_tensor_core_is_the_plain_one(case: DotCase, seed: int):
     a, b, c = operands(case, seed)
-    unit = tensor_core.WGMMA_FP8 if case.unit == "wgmma_fp8" else tensor_core.MMA_F16
+    unit = WGMMA_FP8 if case.unit == "wgmma_fp8" else MMA_F16
     plain = tensor_core.dot_plain(a, b, c, unit=unit)
     assert torch.equal(bits_of(tensor_core.dot(a, b, c, unit=unit)), bits_of(plain))
 
@@ -203,8 +204,8 @@ def test_tensor_core_by_hand():
     for code in (0x18, 0x20, 0x10):
         b = torch.tensor([[one], [code]] + [[0]] * 30, dtype=torch.uint8)
         exact = 1.0 + float(formats.e4m3_decode(torch.tensor([code]).byte())[0]) * 2.0**-8
-        got = float(tensor_core.dot(a, b, unit=tensor_core.WGMMA_FP8))
-        wide = float(tensor_core.dot(a, b, unit=tensor_core.MMA_F16))
+        got = float(tensor_core.dot(a, b, unit=WGMMA_FP8))
+        wide = float(tensor_core.dot(a, b, unit=MMA_F16))
         assert wide == exact
         assert got == int(exact * 2**13) / 2**13
 
@@ -219,4 +220,4 @@ def test_dot_refuses_bad_operands(bad: str):
         "accumulator": (a, b, c[:1]),
     }[bad]
     with pytest.raises(ValueError, match=r"must be|takes"):
-        tensor_core.dot(*broken, unit=tensor_core.WGMMA_FP8)
+        tensor_core.dot(*broken, unit=WGMMA_FP8)

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_parity.harness.checks.layer import rows_of, words
-from moe_parity.harness.expect import Recorder
-from moe_parity.harness.layer_inputs import layer_inputs, routing
+from moe_parity.harness.checks.compare import comparable
+from moe_parity.harness.checks.expect import Recorder, claim
 from moe_parity.references.language import Case, Routing, ScaleFormat, Values
+from moe_parity.references.stages.layer.inputs import layer_inputs
+from moe_parity.references.stages.layer.stage import rows_of
+from moe_parity.references.stages.routing import draw_ids
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
@@ -24,9 +26,7 @@ BASE = Case(m=33, e=4, k=2, h=256, i=256, values=Values.AIMED)
 
 
 def run(batch, experts, **options):
-    names = ("w13", "w13_scale", "w2", "w2_scale", "first")
-    weights = moe.ExpertWeights(**{name: getattr(experts, name) for name in names})
-    return moe.run_moe(batch.x, batch.ids, batch.weights, weights, **options)
+    return moe.run_moe(batch.x, batch.ids, batch.weights, experts, **options)
 
 
 @pytest.mark.parametrize("scale", [ScaleFormat.FP32, ScaleFormat.UE8M0], ids=lambda s: s.value)
@@ -34,23 +34,19 @@ def test_around_the_threshold(scale: ScaleFormat, parity_device: str, parity_rec
     """The same tokens in batches of 33 (large), 32 and 31 (decode), 33 forced, and alone."""
     made = layer_inputs(dataclasses.replace(BASE, scale=scale), parity_device)
     two = scale.is_power_of_two
-    full = words(run(made.batch, made.experts, power_of_two=two))
+    full = comparable(run(made.batch, made.experts, power_of_two=two))
     compared = wrong = 0
     batches = [(list(range(n)), None) for n in (31, 32)] + [(list(range(33)), "decode")]
     batches += [([n], None) for n in (0, 17, 32)] + [([32, 3, 20], None)]
     for tokens, path in batches:
         part = run(rows_of(made.batch, tokens), made.experts, power_of_two=two, path=path)
-        wrong += int((words(part) != full[tokens]).sum())
+        wrong += int((comparable(part) != full[tokens]).sum())
         compared += part.numel()
-    parity_recorder.add(
-        {
-            "check": "batch_invariant", "verdict": "fail" if wrong else "pass", "recipe": "ours",
-            "kernel": "run_moe", "stage": "layer", "scale": scale.value, "shape": "m31-m32-m33",
-            "compared": compared, "differing": wrong, "bound": "exact",
-            "message": f"{wrong} of {compared} outputs depend on the batch." if wrong else "",
-        }
+    fault = f"{wrong} of {compared} outputs depend on the batch." if wrong else ""
+    claim(
+        parity_recorder, "batch_invariant", fault, recipe="ours", kernel="run_moe", stage="layer",
+        scale=scale.value, shape="m31-m32-m33", compared=compared, differing=wrong,
     )  # fmt: skip
-    assert not wrong
 
 
 def test_replay_with_changed_routing(parity_device: str):
@@ -69,9 +65,9 @@ def test_replay_with_changed_routing(parity_device: str):
     other = layer_inputs(dataclasses.replace(case, seed=9), spoil=False)
     made.batch.x.copy_(other.batch.x)
     for how in (Routing.UNIFORM, Routing.ONE, Routing.HOLES):
-        made.batch.ids.copy_(routing(dataclasses.replace(case, seed=4, routing=how), "cpu"))
+        made.batch.ids.copy_(draw_ids(dataclasses.replace(case, seed=4, routing=how), "cpu"))
         tape.replay()
-        assert torch.equal(words(out), words(run(made.batch, made.experts)))
+        assert torch.equal(comparable(out), comparable(run(made.batch, made.experts)))
     made.batch.ids.fill_(-1)
     tape.replay()
     assert bool((out.view(torch.int16) == 0).all())
@@ -123,20 +119,18 @@ def test_a_specialised_integer_is_seen(tmp_path):
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 6, 8, 9, 22])
 def test_prewarm_meets_every_class(topk: int, monkeypatch):
     """Every kernel with every compile-time constant of any batch up to 200 tokens was prewarmed."""
-    stages, quant = moe.stages, moe.quant
+    steps, quant = moe.steps, moe.quant
     seen = set()
 
     def note(kernel, grid, *args, **options):  # noqa: ARG001
         types = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else "" for a in args)
         seen.add((kernel.fn.__name__, types, tuple(sorted(options.items()))))
 
-    monkeypatch.setattr(stages, "dispatch", note)
+    monkeypatch.setattr(steps, "dispatch", note)
     monkeypatch.setattr(quant, "dispatch", note)
     case = Case(m=200, e=32, k=topk, h=128, i=128)
     made = layer_inputs(case, spoil=False)
-    names = ("w13", "w13_scale", "w2", "w2_scale", "first")
-    experts = moe.ExpertWeights(**{name: getattr(made.experts, name) for name in names})
-    moe.prewarm(experts, topk=topk)
+    moe.prewarm(made.experts, topk=topk)
     warmed = set(seen)
     for m in range(1, 200):
         run(rows_of(made.batch, list(range(m))), made.experts)
@@ -148,6 +142,6 @@ def test_none_weights_are_ones_and_no_token_is_no_work(parity_device: str):
     made = layer_inputs(dataclasses.replace(BASE, m=2, i=128), parity_device)
     ones = dataclasses.replace(made.batch, weights=torch.ones_like(made.batch.weights))
     none = dataclasses.replace(made.batch, weights=None)
-    assert torch.equal(words(run(ones, made.experts)), words(run(none, made.experts)))
+    assert torch.equal(comparable(run(ones, made.experts)), comparable(run(none, made.experts)))
     empty = run(rows_of(made.batch, []), made.experts)
     assert empty.shape == (0, 256)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from pathlib import Path as FilePath
 
 import pytest
 import torch
 
-from moe_parity.harness.layer_inputs import layer_inputs
-from moe_parity.kernels import KernelError
+from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Routing
+from moe_parity.references.stages.layer.inputs import layer_inputs
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 dispatch = pytest.importorskip("moe_parity.kernels.ours.dispatch", reason="needs Triton")
@@ -21,32 +20,23 @@ CASE = Case(m=4, e=4, k=2, h=128, i=128)
 
 
 def weights_of(experts, **changes):
-    names = ("w13", "w13_scale", "w2", "w2_scale", "first", "bias13", "bias2")
-    return moe.ExpertWeights(**{name: getattr(experts, name) for name in names} | changes)
+    return dataclasses.replace(experts, **changes)
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Replace both paths by fakes; return the list of (path, arguments by name)."""
+    """Replace the layer by a fake; return the list of (path, work)."""
     calls = []
 
-    def fake(path):
-        signature = inspect.signature(getattr(moe, f"_{path}"))
+    def fake(work):
+        calls.append((work.choice.path.value, work))
+        empty = torch.empty(0)
+        return moe.Trace(
+            act_codes=empty, act_scales=empty, fc1=empty, mid_codes=empty, mid_scales=empty,
+            fc2=empty, out=work.out,
+        )  # fmt: skip
 
-        def record(*args):
-            bound = signature.bind(*args)
-            calls.append((path, dict(bound.arguments)))
-            given = bound.arguments
-            empty = torch.empty(0)
-            return moe.Stages(
-                choice=given["choice"], act_codes=empty, act_scales=empty, aligned=None, fc1=empty,
-                mid_codes=empty, mid_scales=empty, fc2=empty, out=given["out"],
-            )  # fmt: skip
-
-        return record
-
-    for path in ("decode", "large"):
-        monkeypatch.setattr(moe, f"_{path}", fake(path))
+    monkeypatch.setattr(moe, "_layer", fake)
     return calls
 
 
@@ -91,21 +81,21 @@ def test_conditions(path: str, m: int, changes: dict, reason: str, taken):
     x, batch, experts = call(m, **dict(changes))
     ((took, given),) = taken
     assert took == path
-    assert reason in given["choice"].reason
-    assert given["x"] is x
-    assert given["ids"] is batch.ids
-    assert given["weights"] is batch.weights
-    assert given["experts"] is experts
-    assert given["power_of_two"] is False
-    assert given["out"].shape == x.shape
-    assert given["out"].dtype is changes.get("out_dtype", torch.bfloat16)
-    how = given["how"]
+    assert reason in given.choice.reason
+    assert given.x is x
+    assert given.ids is batch.ids
+    assert given.weights is batch.weights
+    assert given.experts is experts
+    assert (given.power_of_two, given.mid_power_of_two) == (False, False)
+    assert given.out.shape == x.shape
+    assert given.out.dtype is changes.get("out_dtype", torch.bfloat16)
+    how = given.how
     limit = changes.get("limit")
     assert how.clamp == ("none" if limit is None else changes.get("clamp", "before"))
     assert (how.limits is limit) if isinstance(limit, torch.Tensor) else how.limits is None
     assert how.limit == (limit if isinstance(limit, float) else 0.0)
     assert (how.alpha, how.beta) == (changes.get("alpha", 1.0), changes.get("beta", 0.0))
-    assert (given["x_scale"] is not None) == ("quantized" in changes)
+    assert (given.x_scale is not None) == ("quantized" in changes)
 
 
 def test_every_condition_is_tested():
@@ -123,9 +113,9 @@ def test_opt_out_is_read_once(monkeypatch, taken):
     call(4)
     dispatch.opted_out.cache_clear()
     assert [path for path, _ in taken] == ["large", "large"]
-    assert taken[0][1]["choice"].reason == "MOE_PARITY_DECODE=0 turns the decode path off."
+    assert taken[0][1].choice.reason == "MOE_PARITY_DECODE=0 turns the decode path off."
     monkeypatch.setenv(dispatch.OPT_OUT, "yes")
-    with pytest.raises(KernelError, match="MOE_PARITY_DECODE must be 0 or 1, got 'yes'"):
+    with pytest.raises(ParityError, match="MOE_PARITY_DECODE must be 0 or 1, got 'yes'"):
         call(4)
     dispatch.opted_out.cache_clear()
 
@@ -168,7 +158,7 @@ def test_refusals(changes: dict, sentence: str, taken):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
 def test_other_input_types_are_refused(dtype: torch.dtype, taken):
     made = layer_inputs(CASE)
-    with pytest.raises(KernelError, match="x must be bfloat16, or uint8 codes with x_scale"):
+    with pytest.raises(ParityError, match="x must be bfloat16, or uint8 codes with x_scale"):
         moe.run_moe(made.batch.x.to(dtype), made.batch.ids, None, weights_of(made.experts))
     assert not taken
 
@@ -180,12 +170,12 @@ def test_values_are_checked_at_registration_and_on_demand(taken):
     bad = made.experts.w2_scale.clone()
     bad[1, 0, 0] = float("nan")
     broken = weights_of(made.experts, w2_scale=bad)
-    with pytest.raises(KernelError, match=r"w2_scale\[1, 0, 0\] is nan"):
+    with pytest.raises(ParityError, match=r"w2_scale\[1, 0, 0\] is nan"):
         moe.register_experts(broken)
     moe.run_moe(made.batch.x, made.batch.ids, None, broken)
-    with pytest.raises(KernelError, match=r"w2_scale\[1, 0, 0\] is nan"):
+    with pytest.raises(ParityError, match=r"w2_scale\[1, 0, 0\] is nan"):
         moe.run_moe(made.batch.x, made.batch.ids, None, broken, validate=True)
-    with pytest.raises(KernelError, match="must be multiples of 128"):
+    with pytest.raises(ParityError, match="must be multiples of 128"):
         moe.register_experts(weights_of(made.experts, w13=torch.zeros(4, 200, 128).byte()))
     assert len(taken) == 1
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_parity.harness.checks.expect import Recorder, claim
 from moe_parity.harness.cli.commands import main
 from moe_parity.harness.evidence import drift
-from moe_parity.harness.evidence.witness import SHIPPED, WitnessError
-from moe_parity.harness.expect import Recorder
+from moe_parity.harness.evidence.witness import SHIPPED
+from moe_parity.references.errors import ParityError
 
 BEFORE, AFTER = SHIPPED / "vllm-0.26.0", SHIPPED / "vllm-0.33.0"
 DIVISION = ("quant.apply: divide -> mul_recip",)
@@ -28,13 +29,10 @@ def test_the_quantizer_stopped_dividing(parity_recorder: Recorder):
         assert one.decisions == DIVISION
         assert one.differing["scales"][0] == 0
         assert one.versions == ("vllm 0.26.0", "vllm 0.33.0")
-        parity_recorder.add(
-            {
-                "check": "drift", "verdict": "pass", "kernel": case.partition("-")[0],
-                "stage": "act_quant", "device": "reference", "bound": "exact",
-                "compared": one.differing["codes"][1], "differing": one.differing["codes"][0],
-                "decision": DIVISION[0],
-            }
+        wrong, compared = one.differing["codes"]
+        claim(
+            parity_recorder, "drift", kernel=case.partition("-")[0], stage="act_quant",
+            device="reference", compared=compared, differing=wrong, decision=DIVISION[0],
         )  # fmt: skip
     assert len(found) >= 20
 
@@ -49,7 +47,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
 
 def test_folders_without_a_common_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copy(next(SHIPPED.glob("model-*.safetensors")), tmp_path)
-    with pytest.raises(WitnessError, match="hold no witness of the same kernel"):
+    with pytest.raises(ParityError, match="hold no witness of the same kernel"):
         list(drift.drifts(BEFORE, tmp_path))
     assert main(["witness", "drift", str(BEFORE), str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err

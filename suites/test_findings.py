@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_parity.harness.checks.layer import words
-from moe_parity.harness.checks.stage import run_stage
-from moe_parity.harness.expect import Recorder
-from moe_parity.harness.stages import BIG_GATE
+from moe_parity.harness.calling.run import run
+from moe_parity.harness.checks.compare import comparable
+from moe_parity.harness.checks.expect import Recorder, claim, needs
 from moe_parity.kernels import find
-from moe_parity.kernels.stage_call import GateUpRows
-from moe_parity.references import quant
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import f32_to_bf16, from_bits, round_bf16
 from moe_parity.references.arithmetic.rounding import ceil_pow2, div_rn, f32
-from moe_parity.references.language import Case, Recipe, ScaleFormat, Stage
-from moe_parity.references.language.quant_decisions import PowerOfTwo
-from moe_parity.references.language.recipes import (
+from moe_parity.references.language import Case, Recipe, ScaleFormat
+from moe_parity.references.recipes.vllm import (
     VLLM_BATCHED,
     VLLM_CUDA_UE8M0,
     VLLM_CUDA_UE8M0_GENERIC,
@@ -28,7 +24,11 @@ from moe_parity.references.language.recipes import (
     VLLM_TRITON,
     VLLM_TRITON_QUANT,
 )
-from moe_parity.references.swiglu import swiglu
+from moe_parity.references.stages.quant.decisions import PowerOfTwo, QuantRecipe
+from moe_parity.references.stages.quant.reference import act_quant
+from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
+from moe_parity.references.stages.swiglu.reference import swiglu
+from moe_parity.references.stages.swiglu.stage import BIG_GATE, GateUpRows
 
 
 def every_amax() -> Tensor:
@@ -44,10 +44,16 @@ def groups_of(amax: Tensor) -> Tensor:
     return f32_to_bf16(torch.cat([torch.full_like(y, BIG_GATE), y / BIG_GATE], 1))
 
 
-def activated(rows: Tensor, recipe: Recipe, *, ue8m0: bool):
-    assert recipe.swiglu is not None
-    y = swiglu(rows, recipe.swiglu)
-    return quant.act_quant(y, recipe.of(Stage.SWIGLU_QUANT), ue8m0=ue8m0)
+UE8M0 = ScaleFormat.UE8M0
+
+
+def part(recipe: Recipe) -> QuantRecipe:
+    return recipe.of("act_quant", QuantRecipe)
+
+
+def activated(rows: Tensor, recipe: Recipe, scale: ScaleFormat):
+    y = swiglu(rows, recipe.of("swiglu", SwigluRecipe))
+    return act_quant(y, recipe.of("swiglu_quant", QuantRecipe), scale=scale)
 
 
 def right_power(amax: Tensor) -> Tensor:
@@ -58,7 +64,7 @@ def right_power(amax: Tensor) -> Tensor:
 def test_persistent_masked_takes_an_exponent_too_small():
     """The logarithm is rounded to BF16 before the ceiling: 3,026 of 30,080 BF16 amax saturate."""
     amax = every_amax()
-    out = activated(groups_of(amax), VLLM_BATCHED, ue8m0=True)
+    out = activated(groups_of(amax), VLLM_BATCHED, UE8M0)
     short = out.scales[:, 0] < right_power(amax)
     assert (int(short.sum()), amax.numel()) == SHORT
     assert bool((out.scales[short, 0] * 2 == right_power(amax[short])).all())
@@ -81,27 +87,24 @@ def test_every_amax_on_the_real_op(
     kernel = find("vllm_persistent_masked_silu_mul_quant")
     amax = every_amax()
     case = Case(m=amax.numel(), i=128, scale=scale)
-    reason = kernel.why_not(case, parity_device)
-    if reason:
-        pytest.skip(f"{kernel.name}: {reason}")
+    needs(kernel, case, parity_device)
     rows = groups_of(amax).to(parity_device)
     counts = torch.tensor([amax.numel()], dtype=torch.int32, device=parity_device)
-    inputs = GateUpRows(rows=rows, counts=counts, limit=None, alpha=1.0, beta=0.0)
-    got = run_stage(kernel, case, inputs).produced.outputs
-    want = activated(rows, VLLM_BATCHED, ue8m0=scale.is_power_of_two)
-    wrong = int((words(got["codes"]) != words(want.codes)).sum())
-    wrong += int((words(got["scales"].contiguous()) != words(want.scales)).sum())
-    total = want.codes.numel() + want.scales.numel()
-    message = f"{kernel.name}: {wrong} of {total} outputs differ over every amax."
-    parity_recorder.add(
-        {
-            "check": "every_amax", "verdict": "fail" if wrong else "pass", "kernel": kernel.name,
-            "recipe": VLLM_BATCHED.name, "stage": "swiglu_quant", "scale": scale.value,
-            "device": parity_device, "bound": "exact", "compared": total, "differing": wrong,
-            "message": message if wrong else "",
-        }
+    inputs = GateUpRows(
+        rows=rows, counts=counts, expert=torch.zeros_like(rows[:, 0], dtype=torch.int64),
+        limit=None, alpha=1.0, beta=0.0,
     )  # fmt: skip
-    assert not wrong, message
+    got = run(kernel, case, inputs).outputs
+    want = activated(rows, VLLM_BATCHED, scale)
+    wrong = int((comparable(got["codes"]) != comparable(want.codes)).sum())
+    wrong += int((comparable(got["scales"]) != comparable(want.scales)).sum())
+    total = want.codes.numel() + want.scales.numel()
+    fault = f"{kernel.name}: {wrong} of {total} outputs differ over every amax." if wrong else ""
+    claim(
+        parity_recorder, "every_amax", fault, kernel=kernel.name, recipe=VLLM_BATCHED.name,
+        stage="swiglu_quant", scale=scale.value, device=parity_device, compared=total,
+        differing=wrong,
+    )  # fmt: skip
 
 
 def test_the_logarithm_misses_powers_of_two():
@@ -111,14 +114,14 @@ def test_the_logarithm_misses_powers_of_two():
     amax = from_bits(bits.flatten())
     x = torch.zeros(amax.numel(), 128)
     x[:, 0] = amax
-    generic = VLLM_CUDA_UE8M0_GENERIC.of(Stage.ACT_QUANT)
+    generic = part(VLLM_CUDA_UE8M0_GENERIC)
     exact = dataclasses.replace(generic, power_of_two=PowerOfTwo.BIT_CEIL)
-    short = quant.act_quant(x, generic, ue8m0=True).scales < quant.act_quant(x, exact, ue8m0=True).scales  # fmt: skip  # noqa: E501
+    short = act_quant(x, generic, scale=UE8M0).scales < act_quant(x, exact, scale=UE8M0).scales  # fmt: skip  # noqa: E501
     assert int(short.sum()) == LOST
     short_bf16 = every_amax()
     y = torch.zeros(short_bf16.numel(), 128)
     y[:, 0] = short_bf16
-    both = [quant.act_quant(y, part, ue8m0=True).scales for part in (generic, exact)]
+    both = [act_quant(y, how, scale=UE8M0).scales for how in (generic, exact)]
     assert torch.equal(*both)
 
 
@@ -129,9 +132,9 @@ LOST = 304
 def test_the_compile_fusion_changes_the_format():
     """silu_and_mul then UE8M0 quantization against the op that replaces them: no scale is equal."""
     rows = f32_to_bf16(random_bits.normal(0, "fusion", 256, 2048))
-    pair = swiglu(rows, VLLM_TRITON.swiglu)
-    before = quant.act_quant(pair, VLLM_CUDA_UE8M0.of(Stage.ACT_QUANT), ue8m0=True)
-    after = activated(rows, VLLM_FUSED_SILU, ue8m0=False)
+    pair = swiglu(rows, VLLM_TRITON.of("swiglu", SwigluRecipe))
+    before = act_quant(pair, part(VLLM_CUDA_UE8M0), scale=UE8M0)
+    after = activated(rows, VLLM_FUSED_SILU, ScaleFormat.FP32)
     codes = int((before.codes != after.codes).sum())
     scales = int((before.scales != after.scales).sum())
     assert (codes, before.codes.numel()) == FUSED_CODES
@@ -146,7 +149,7 @@ def test_tiny_groups_differ_between_vllms_two_quantizers():
     """A zero group: 2^-33 from the CUDA op, 2^-42 from the Triton one that rows with gaps take."""
     zero = torch.zeros(1, 128)
     scales = [
-        float(quant.act_quant(zero, r.of(Stage.ACT_QUANT), ue8m0=True).scales[0, 0])
+        float(act_quant(zero, part(r), scale=UE8M0).scales[0, 0])
         for r in (VLLM_CUDA_UE8M0, VLLM_TRITON_QUANT)
     ]
     assert scales == [2.0**-33, 2.0**-42]

@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_parity.harness.checks.layer import words
-from moe_parity.harness.expect import Recorder
-from moe_parity.references import aims_layer, combine, gemm
+from moe_parity.harness.checks.compare import comparable
+from moe_parity.harness.checks.expect import Recorder, claim
 from moe_parity.references.arithmetic.formats import bits_of, f32_to_bf16
 from moe_parity.references.language import Decision, neighbours
-from moe_parity.references.language.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
-from moe_parity.references.swiglu import swiglu
+from moe_parity.references.stages import combine
+from moe_parity.references.stages.combine import CombineRecipe
+from moe_parity.references.stages.gemm import reference as gemm
+from moe_parity.references.stages.gemm.decisions import GemmRecipe
+from moe_parity.references.stages.swiglu import aims
+from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
+from moe_parity.references.stages.swiglu.reference import swiglu
 
 CHANGES = [
     pytest.param(part, decision, changed, id=f"{decision.name}-{option.value}")
@@ -29,11 +33,11 @@ def outcome(recipe: GemmRecipe | SwigluRecipe | CombineRecipe, decision: Decisio
     made = decision.aim(0)
     if isinstance(recipe, GemmRecipe):
         rows = gemm.gemm(made.a, made.a_scale, made.w, made.w_scale, recipe)
-        return words(gemm.finish(rows, made.bias, recipe))
+        return comparable(gemm.finish(rows, made.bias, recipe))
     if isinstance(recipe, CombineRecipe):
-        return words(combine.sum_of(made.rows, made.weights, recipe))
-    limits = {"swiglu.clamp_order": aims_layer.LIMIT, "swiglu.clamp_rounding": aims_layer.ODD_LIMIT}
-    limits["swiglu.clamp_nan"] = aims_layer.ODD_LIMIT
+        return comparable(combine.sum_of(made.rows, made.weights, recipe))
+    limits = {"swiglu.clamp_order": aims.LIMIT, "swiglu.clamp_rounding": aims.ODD_LIMIT}
+    limits["swiglu.clamp_nan"] = aims.ODD_LIMIT
     limit = limits.get(decision.name)
     betas = (0.0, 1.0) if decision.name == "swiglu.shift" else (0.0,)
     rows = [swiglu(f32_to_bf16(made), recipe, limit=limit, beta=beta) for beta in betas]
@@ -44,19 +48,9 @@ def outcome(recipe: GemmRecipe | SwigluRecipe | CombineRecipe, decision: Decisio
 def test_told_by_its_aimed_inputs(part, decision: Decision, changed, parity_recorder: Recorder):
     original, other = outcome(part, decision), outcome(changed, decision)
     told = int((original != other).sum())
-    message = f"no output of {decision.aim.__name__} tells {changed} from {part}."
-    parity_recorder.add(
-        {
-            "check": "mutant_told",
-            "verdict": "pass" if told else "fail",
-            "stage": decision.name.partition(".")[0],
-            "device": "reference",
-            "bound": "exact",
-            "compared": original.numel(),
-            "could_show": told,
-            "nearest_mutant": decision.name,
-            "mutant_distance": told,
-            "message": "" if told else message,
-        }
-    )
-    assert told, message
+    fault = f"no output of {decision.aim.__name__} tells {changed} from {part}."
+    claim(
+        parity_recorder, "mutant_told", "" if told else fault,
+        stage=decision.name.partition(".")[0], device="reference", compared=original.numel(),
+        could_show=told, nearest_mutant=decision.name, mutant_distance=told,
+    )  # fmt: skip

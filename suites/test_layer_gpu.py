@@ -8,45 +8,51 @@ import warnings
 import pytest
 import torch
 
+from moe_parity.harness.calling.run import run
 from moe_parity.harness.cases.shapes import DECODE_TOKENS, MODELS, Shape
-from moe_parity.harness.checks.layer import check_layer, run_layer, stages, words
-from moe_parity.harness.expect import Recorder
-from moe_parity.harness.expect_layer import fields
-from moe_parity.harness.layer_inputs import (
-    LayerInputs,
+from moe_parity.harness.checks.compare import comparable
+from moe_parity.harness.checks.expect import Recorder, claim, record
+from moe_parity.harness.checks.flow import check
+from moe_parity.harness.checks.verdict import found
+from moe_parity.kernels import find
+from moe_parity.references.arithmetic.formats import bits_of
+from moe_parity.references.language import (
+    Case,
+    Check,
+    Contract,
+    Routing,
+    ScaleFormat,
+    Values,
+    neighbours,
+)
+from moe_parity.references.stages import LAYER
+from moe_parity.references.stages.gemm import reference as gemm
+from moe_parity.references.stages.gemm.aims import cancelling_gemm
+from moe_parity.references.stages.gemm.decisions import GemmRecipe
+from moe_parity.references.stages.layer.inputs import (
     asked_of,
     batch_of,
     experts_of,
     layer_inputs,
     poison,
-    routing,
 )
-from moe_parity.harness.verdict import Verdict
-from moe_parity.kernels import find
-from moe_parity.references import aims_layer, layer
-from moe_parity.references.arithmetic.formats import bits_of
-from moe_parity.references.language import Case, Routing, ScaleFormat, Values, neighbours
-from moe_parity.references.language.recipe import GemmRecipe
+from moe_parity.references.stages.layer.operands import LayerInputs
+from moe_parity.references.stages.routing import draw_ids
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 
 FORMATS = (ScaleFormat.FP32, ScaleFormat.UE8M0)
 
 
-def weights_of(experts):
-    names = ("w13", "w13_scale", "w2", "w2_scale", "first")
-    return moe.ExpertWeights(**{name: getattr(experts, name) for name in names})
-
-
 def test_the_gpu_form_of_the_reference_is_the_plain_one(parity_gpu: str):
     """Every GEMM recipe beside the plain loop, on small differences of large sums."""
-    made = aims_layer.cancelling_gemm(0)
+    made = cancelling_gemm(0)
     a, a_scale, w, w_scale = (t.to(parity_gpu) for t in (made.a, made.a_scale, made.w, made.w_scale))  # fmt: skip  # noqa: E501
     w, w_scale = torch.stack([w, w.roll(1, 1)]), torch.stack([w_scale, w_scale * 1.5])
     expert = torch.arange(a.shape[0], device=parity_gpu) % 3 - 1
     for recipe in [GemmRecipe(), *(r for _, _, r in neighbours(GemmRecipe()))]:
-        fast = layer.grouped(a, a_scale, w, w_scale, expert, recipe)
-        plain = layer.grouped_plain(a, a_scale, w, w_scale, expert, recipe)
+        fast = gemm.grouped(a, a_scale, w, w_scale, expert, recipe)
+        plain = gemm.grouped_plain(a, a_scale, w, w_scale, expert, recipe)
         assert torch.equal(bits_of(fast), bits_of(plain)), recipe
 
 
@@ -71,25 +77,26 @@ def test_model_shapes(shape: Shape, scale: ScaleFormat, parity_gpu: str, parity_
     clamp = 7.0 if scale is ScaleFormat.UE8M0 else None
     base = shape.case(Case(scale=scale, values=Values.AIMED, clamp=clamp), m=1)
     decode, large = find("ours_decode"), find("ours_large")
-    red = []
+    # Where every stage has the bits of the reference on those before it, so has the whole.
+    stages = dataclasses.replace(decode, contract=Contract(checks=frozenset({Check.EXACT})))
     for case, inputs in batches(base, parity_gpu):
-        for verdict in check_layer(decode, case, parity_gpu, inputs=inputs, whole=False):
-            parity_recorder.add(fields(decode, case, parity_gpu, verdict, 0.0))
-            red += [verdict.message] if verdict.verdict == "fail" else []
-        left, right = (run_layer(kernel, case, inputs) for kernel in (decode, large))
+        record(
+            stages,
+            case,
+            parity_gpu,
+            check(stages, case, parity_gpu, inputs=inputs),
+            parity_recorder,
+        )
+        left, right = (run(kernel, case, inputs).outputs for kernel in (decode, large))
+        live = LAYER.live(case, inputs)
         wrong = compared = 0
-        for (_, a, _), (_, b, _) in zip(stages(left, inputs), stages(right, inputs), strict=True):
-            for name in a:
-                wrong += int((words(a[name]) != words(b[name])).sum())
-                compared += a[name].numel()
-        message = f"{wrong} of {compared} outputs differ between the paths at m = {case.m}."
-        verdict = Verdict(
-            check="paths_agree", verdict="fail" if wrong else "pass", compared=compared,
-            differing=wrong, message=message if wrong else "",
-        )  # fmt: skip
-        parity_recorder.add(fields(large, case, parity_gpu, verdict, 0.0))
-        red += [message] if wrong else []
-    assert not red, red[0]
+        for name, one in left.items():
+            rows = live.get(name, torch.ones(one.shape[0], dtype=torch.bool, device=one.device))
+            wrong += int((comparable(one)[rows] != comparable(right[name])[rows]).sum())
+            compared += int(rows.sum()) * one.shape[1]
+        fault = f"{wrong} of {compared} outputs differ between the paths at m = {case.m}."
+        verdict = found("paths_agree", fault if wrong else "", compared=compared, differing=wrong)
+        record(large, case, parity_gpu, [verdict], parity_recorder)
 
 
 GRAPHED = Case(m=8, e=32, k=4, h=512, i=256, ep_rank=1, ep_size=2)
@@ -100,7 +107,7 @@ def test_graph_replay(path: str, parity_gpu: str):
     """A captured call replays on new ids and activations, with a larger eager call in between."""
     made = layer_inputs(GRAPHED, parity_gpu, spoil=False)
     x, ids, given = made.batch.x, made.batch.ids, made.batch.weights
-    experts = weights_of(made.experts)
+    experts = made.experts
     moe.prewarm(experts, topk=GRAPHED.k)
     moe.run_moe(x, ids, given, experts, path=path)
     torch.cuda.synchronize()
@@ -111,12 +118,12 @@ def test_graph_replay(path: str, parity_gpu: str):
     for seed, how in enumerate((Routing.UNIFORM, Routing.ONE, Routing.HOLES, Routing.REPEATED)):
         other = dataclasses.replace(GRAPHED, seed=seed + 1, routing=how)
         x.copy_(layer_inputs(other, parity_gpu, spoil=False).batch.x)
-        ids.copy_(routing(other, parity_gpu))
+        ids.copy_(draw_ids(other, parity_gpu))
         moe.run_moe(bigger.batch.x, bigger.batch.ids, bigger.batch.weights, experts)
         graph.replay()
         eager = moe.run_moe(x, ids, given, experts, path=path)
         torch.cuda.synchronize()
-        assert torch.equal(words(out), words(eager)), f"replay with {how} differs"
+        assert torch.equal(comparable(out), comparable(eager)), f"replay with {how} differs"
     ids.fill_(-1)
     graph.replay()
     torch.cuda.synchronize()
@@ -141,7 +148,7 @@ def compiled_kernels() -> int:
 def test_nothing_is_compiled_and_nothing_waits(parity_gpu: str, parity_recorder: Recorder):
     """After ``prewarm`` every batch of 1 to 70 tokens runs as it is, without a host sync."""
     made = layer_inputs(dataclasses.replace(GRAPHED, m=70), parity_gpu, spoil=False)
-    experts = weights_of(made.experts)
+    experts = made.experts
     moe.prewarm(experts, topk=GRAPHED.k)
     warmed = compiled_kernels()
     try:
@@ -154,13 +161,9 @@ def test_nothing_is_compiled_and_nothing_waits(parity_gpu: str, parity_recorder:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     grown = compiled_kernels() - warmed
-    message = f"{grown} kernels were compiled while serving, after {warmed} in prewarm."
-    parity_recorder.add(
-        {
-            "check": "no_recompile", "verdict": "fail" if grown else "pass", "kernel": "run_moe",
-            "stage": "layer", "compared": 71, "differing": grown, "device": "cuda",
-            "message": message if grown else "",
-        }
-    )  # fmt: skip
+    fault = f"{grown} kernels were compiled while serving, after {warmed} in prewarm."
     assert warmed > 0
-    assert not grown, message
+    claim(
+        parity_recorder, "no_recompile", fault if grown else "", kernel="run_moe", stage="layer",
+        compared=71, differing=grown, device="cuda",
+    )  # fmt: skip

@@ -15,16 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_parity.harness.checks.layer import check_layer
-from moe_parity.harness.checks.quant import check_quant
-from moe_parity.harness.expect import Recorder
-from moe_parity.harness.inputs import aimed_rows
+from moe_parity.harness.checks.expect import Recorder, claim
+from moe_parity.harness.checks.flow import check
 from moe_parity.kernels import find
 from moe_parity.references.language import Case, InputDtype, Routing, ScaleFormat, Values
+from moe_parity.references.stages.quant.inputs import aimed_rows
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 ops = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
-stages = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
 
 LAYER = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
 QUANT = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
@@ -42,6 +41,8 @@ class SourceMutant:
     decision: str = ""
     """What the check must name, where a recipe has the bits."""
     case: Case = LAYER
+    also: tuple[str, str] = ("", "")
+    """A second change without which the first would not compile."""
 
 
 LAYER_SOURCE = (
@@ -62,8 +63,9 @@ LAYER_SOURCE = (
     ),
     SourceMutant(
         name="no_rounding_before_quantization",
-        old="y = (value * up).to(tl.bfloat16).to(tl.float32)",
-        new="y = value * up",
+        old="    ).to(tl.float32)  # fmt: skip\n    scale, multiplier",
+        new="    )  # fmt: skip\n    scale, multiplier",
+        also=("return (value * up).to(tl.bfloat16)", "return value * up"),
         check="exact_swiglu_quant",
         decision="swiglu.product_rounding=none",
     ),
@@ -145,7 +147,7 @@ def mutated(module, mutant: SourceMutant, folder: Path):
     source = Path(module.__file__).read_text()
     assert source.count(mutant.old) == 1, f"{mutant.name}: the line has changed, mend the mutant"
     path = folder / f"mutant_{mutant.name}.py"
-    path.write_text(source.replace(mutant.old, mutant.new))
+    path.write_text(source.replace(mutant.old, mutant.new).replace(*mutant.also))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
@@ -157,34 +159,30 @@ def killed(verdicts, mutant_name: str, check: str, decision: str, recorder: Reco
     red = {str(v.check): v for v in verdicts if v.verdict == "fail"}
     dead = check in red and decision in red[check].decision
     differing = red[check].differing if check in red else 0
-    message = f"{mutant_name}: {check} is not red with {decision or 'any decision'}; red: {list(red)}"  # fmt: skip  # noqa: E501
-    recorder.add(
-        {
-            "check": "mutant_killed", "verdict": "pass" if dead else "fail", "kernel": "ours",
-            "nearest_mutant": mutant_name, "could_show": differing, "decision": decision,
-            "mutant_distance": differing, "bound": "exact", "message": "" if dead else message,
-        }
+    fault = f"{mutant_name}: {check} is not red with {decision or 'any decision'}; red: {list(red)}"
+    claim(
+        recorder, "mutant_killed", "" if dead else fault, kernel="ours", nearest_mutant=mutant_name,
+        could_show=differing, decision=decision, mutant_distance=differing,
     )  # fmt: skip
-    assert dead, message
 
 
 @pytest.mark.parametrize("mutant", LAYER_SOURCE, ids=lambda m: m.name)
 def test_layer_source(mutant: SourceMutant, tmp_path, monkeypatch, parity_recorder: Recorder):
-    monkeypatch.setattr(stages, "layer_kernels", mutated(stages.layer_kernels, mutant, tmp_path))
-    verdicts = list(check_layer(find("ours_decode"), mutant.case, "cpu"))
+    monkeypatch.setattr(steps, "layer_kernels", mutated(steps.layer_kernels, mutant, tmp_path))
+    verdicts = list(check(find("ours_decode"), mutant.case, "cpu"))
     killed(verdicts, mutant.name, mutant.check, mutant.decision, parity_recorder)
 
 
 @pytest.mark.parametrize("mutant", QUANT_SOURCE, ids=lambda m: m.name)
 def test_quant_source(mutant: SourceMutant, tmp_path, monkeypatch, parity_recorder: Recorder):
     monkeypatch.setattr(ops, "kernels", mutated(ops.kernels, mutant, tmp_path))
-    verdicts = [next(check_quant(find("ours_act_quant"), mutant.case, "cpu"))]
+    verdicts = [next(check(find("ours_act_quant"), mutant.case, "cpu"))]
     killed(verdicts, mutant.name, mutant.check, mutant.decision, parity_recorder)
 
 
 def _other_unit(monkeypatch):
     """32 rows of weights a tile: Triton compiles the dot to mma.sync."""
-    plain = stages.dispatch
+    plain = steps.dispatch
 
     def dispatch(kernel, grid, *args, **options):
         if "BLOCK_N" in options:
@@ -192,19 +190,19 @@ def _other_unit(monkeypatch):
             options = options | {"BLOCK_N": 32}
         return plain(kernel, grid, *args, **options)
 
-    monkeypatch.setattr(stages, "dispatch", dispatch)
+    monkeypatch.setattr(steps, "dispatch", dispatch)
 
 
 def _damaged_slots(change: Callable[[torch.Tensor, int], None]):
     def damage(monkeypatch):
-        plain = stages.align
+        plain = steps.align
 
         def align(ids, first, experts, block):
             aligned = plain(ids, first, experts, block)
             change(aligned.slots, ids.numel())
             return aligned
 
-        monkeypatch.setattr(stages, "align", align)
+        monkeypatch.setattr(steps, "align", align)
 
     return damage
 
@@ -218,45 +216,46 @@ def _double(slots: torch.Tensor, pairs: int) -> None:  # noqa: ARG001
 
 
 def _unwritten_row(monkeypatch):
-    plain = stages.combine
+    plain = steps.combine
 
     def combine(rows, weights, ids, first, experts, out):
         k = ids.shape[1]
         plain(rows[:-k], weights[:-1], ids[:-1].contiguous(), first, experts, out[:-1])
 
-    monkeypatch.setattr(stages, "combine", combine)
+    monkeypatch.setattr(steps, "combine", combine)
 
 
 def _weights_in_the_epilogue(monkeypatch):
-    plain = stages.combine
+    plain = steps.combine
 
     def combine(rows, weights, ids, first, experts, out):
         weighted = (rows.float() * weights.flatten()[:, None]).to(torch.bfloat16)
         plain(weighted, None, ids, first, experts, out)
 
-    monkeypatch.setattr(stages, "combine", combine)
+    monkeypatch.setattr(steps, "combine", combine)
 
 
 def _clamp_after_silu(monkeypatch):
-    plain = stages.swiglu_quant
+    plain = steps.swiglu_quant
 
     def swiglu_quant(rows, ids, first, experts, how, power_of_two):
         how = dataclasses.replace(how, clamp="after")
         return plain(rows, ids, first, experts, how, power_of_two)
 
-    monkeypatch.setattr(stages, "swiglu_quant", swiglu_quant)
+    monkeypatch.setattr(steps, "swiglu_quant", swiglu_quant)
 
 
 def _foreign_ids_with_weight_zero(monkeypatch):
     """Clamp foreign ids onto an own expert with weight zero, as a first version might."""
     plain = moe._layer
 
-    def layer(choice, x, x_scale, ids, weights, experts, *rest):
+    def layer(work):
+        ids, experts = work.ids, work.experts
         local = ids - experts.first
         owned = (ids >= 0) & (local >= 0) & (local < experts.count)
-        clamped = local.clamp(0, experts.count - 1) + experts.first
-        weights = torch.where(owned, weights, torch.zeros_like(weights))
-        return plain(choice, x, x_scale, clamped.to(ids.dtype), weights, experts, *rest)
+        clamped = (local.clamp(0, experts.count - 1) + experts.first).to(ids.dtype)
+        weights = torch.where(owned, work.weights, torch.zeros_like(work.weights))
+        return plain(dataclasses.replace(work, ids=clamped, weights=weights))
 
     monkeypatch.setattr(moe, "_layer", layer)
 
@@ -280,7 +279,7 @@ GLUE = {
 
 @pytest.mark.parametrize("name", GLUE)
 def test_glue(name: str, monkeypatch, parity_recorder: Recorder):
-    damage, case, check, decision = GLUE[name]
+    damage, case, expected, decision = GLUE[name]
     damage(monkeypatch)
-    verdicts = list(check_layer(find("ours_decode"), case, "cpu"))
-    killed(verdicts, name, check, decision, parity_recorder)
+    verdicts = list(check(find("ours_decode"), case, "cpu"))
+    killed(verdicts, name, expected, decision, parity_recorder)

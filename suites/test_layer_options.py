@@ -10,12 +10,14 @@ import dataclasses
 import pytest
 import torch
 
-from moe_parity.harness.checks.layer import words
-from moe_parity.harness.layer_inputs import layer_inputs
-from moe_parity.references import layer, quant
+from moe_parity.harness.checks.compare import comparable
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.language import Case, Stage, Values
-from moe_parity.references.language.recipes import OURS
+from moe_parity.references.language import Case, ScaleFormat, Values
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages.layer.inputs import layer_inputs
+from moe_parity.references.stages.layer.reference import layer
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.quant.reference import act_quant
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 
@@ -27,20 +29,15 @@ def made(parity_device: str):
     return layer_inputs(CASE, parity_device, spoil=False)
 
 
-def weights_of(experts):
-    names = ("w13", "w13_scale", "w2", "w2_scale", "first", "bias13", "bias2")
-    return moe.ExpertWeights(**{name: getattr(experts, name) for name in names})
-
-
 def call(made, **options):
     batch = made.batch
     x = options.pop("x", batch.x)
-    return moe.run_moe(x, batch.ids, batch.weights, weights_of(made.experts), **options)
+    return moe.run_moe(x, batch.ids, batch.weights, made.experts, **options)
 
 
 def expected(made, **asked):
     question = dataclasses.replace(made.asked, **asked)
-    return layer.layer(made.batch, made.experts, OURS, question).out
+    return layer(dataclasses.replace(made, asked=question), OURS).out
 
 
 def test_output_of_the_caller(made):
@@ -48,18 +45,19 @@ def test_output_of_the_caller(made):
     wide = torch.full((5, 256 + 8), 3.0, dtype=torch.bfloat16, device=made.batch.x.device)
     out = wide[:, :256]
     assert call(made, out=out) is out
-    assert torch.equal(words(out), words(expected(made)))
+    assert torch.equal(comparable(out), comparable(expected(made)))
     assert bool((wide[:, 256:] == 3.0).all())
 
 
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "ue8m0"])
 def test_quantized_input(power_of_two: bool, made):
     """Codes and scales give the bits that the activations themselves give, in either layout."""
-    act = quant.act_quant(made.batch.x, OURS.of(Stage.ACT_QUANT), ue8m0=power_of_two)
-    want = words(expected(made, ue8m0=power_of_two))
+    scale = ScaleFormat.UE8M0 if power_of_two else ScaleFormat.FP32
+    act = act_quant(made.batch.x, OURS.of("act_quant", QuantRecipe), scale=scale)
+    want = comparable(expected(made, scale=scale, mid=scale))
     for scales in (act.scales, act.scales.t().contiguous().t()):
         got = call(made, x=act.codes, x_scale=scales, power_of_two=power_of_two)
-        assert torch.equal(words(got), want)
+        assert torch.equal(comparable(got), want)
 
 
 def test_biases(made):
@@ -72,34 +70,38 @@ def test_biases(made):
     )
     biased = dataclasses.replace(made, experts=experts)
     got = call(biased)
-    assert torch.equal(words(got), words(expected(biased)))
-    assert not torch.equal(words(got), words(call(made)))
+    assert torch.equal(comparable(got), comparable(expected(biased)))
+    assert not torch.equal(comparable(got), comparable(call(made)))
 
 
 def test_limits_of_the_experts(made):
     """A limit for each expert: equal ones are the scalar's, and each expert takes its own."""
     device = made.batch.x.device
     same = call(made, limit=torch.full((4,), 0.5, device=device))
-    assert torch.equal(words(same), words(call(made, limit=0.5, path="large")))
-    assert torch.equal(words(same), words(expected(made, limit=0.5)))
+    assert torch.equal(comparable(same), comparable(call(made, limit=0.5, path="large")))
+    assert torch.equal(comparable(same), comparable(expected(made, limit=0.5)))
     limits = torch.tensor([0.25, 0.5, 1.0, 2.0], device=device)
     one = dataclasses.replace(made.batch, ids=torch.full_like(made.batch.ids, 2))
     alone = dataclasses.replace(made, batch=one)
-    assert torch.equal(words(call(alone, limit=limits)), words(expected(alone, limit=1.0)))
+    assert torch.equal(
+        comparable(call(alone, limit=limits)), comparable(expected(alone, limit=1.0))
+    )
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.702, 1.0), (1.0, 0.5), (2.0, 0.0)])
 def test_alpha_and_beta(alpha: float, beta: float, made):
     got = call(made, alpha=alpha, beta=beta, limit=1.0)
-    assert torch.equal(words(got), words(expected(made, alpha=alpha, beta=beta, limit=1.0)))
+    assert torch.equal(
+        comparable(got), comparable(expected(made, alpha=alpha, beta=beta, limit=1.0))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_output_types(dtype: torch.dtype, made):
     """The sum is rounded once, to the type that is asked for; wide ids are the same ids."""
-    want = words(expected(made, dtype=dtype))
-    assert torch.equal(words(call(made, out_dtype=dtype)), want)
+    want = comparable(expected(made, dtype=dtype))
+    assert torch.equal(comparable(call(made, out_dtype=dtype)), want)
     wide = dataclasses.replace(
         made, batch=dataclasses.replace(made.batch, ids=made.batch.ids.long())
     )
-    assert torch.equal(words(call(wide, out_dtype=dtype)), want)
+    assert torch.equal(comparable(call(wide, out_dtype=dtype)), want)

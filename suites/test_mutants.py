@@ -7,36 +7,35 @@ very check that judges kernels, which must turn red and name the decision.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
-from moe_parity.harness.checks.quant import check_quant
-from moe_parity.harness.expect import Recorder
-from moe_parity.harness.inputs import aimed_rows
-from moe_parity.harness.mutants import ENOUGH, Mutant, mutants, power
-from moe_parity.harness.run import reference
-from moe_parity.kernels import Kernel
+from moe_parity.harness.checks.expect import Recorder, claim
+from moe_parity.harness.checks.flow import check
+from moe_parity.harness.evidence.mutants import ENOUGH, Mutant, mutants, power
+from moe_parity.kernels import registry
 from moe_parity.references.language import (
     Case,
     Check,
     Contract,
     InputDtype,
-    QuantRecipe,
     Recipe,
-    Stage,
     Values,
 )
-from moe_parity.references.language.recipes import ALL, DEEPGEMM, OURS
-
-STAGE = Stage.ACT_QUANT
+from moe_parity.references.recipes import ALL
+from moe_parity.references.recipes.deepgemm import DEEPGEMM
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages import ACT_QUANT
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.quant.inputs import aimed_rows
 
 
 def _params():
     parts: dict[QuantRecipe, str] = {}
     for recipe in ALL.values():
-        for part in recipe.stages.values():
-            parts.setdefault(part, recipe.name)
+        for part in recipe.parts.values():
+            if isinstance(part, QuantRecipe):
+                parts.setdefault(part, recipe.name)
     for part, name in parts.items():
         for mutant in mutants(part):
             yield pytest.param(name, part, mutant, id=f"{name}-{mutant.name}".replace("=", "-"))
@@ -48,55 +47,34 @@ def test_told_by_its_aimed_inputs(
 ):
     """At least 1,000 outputs differ between a recipe and each of its mutants."""
     found = power(part, mutant)
-    message = (
+    told = found.told.total >= ENOUGH
+    fault = (
         f"{name} and its mutant {mutant.name} differ in {found.told.total} of "
         f"{found.told.of} outputs of {mutant.decision.aim.__name__}, expected {ENOUGH}."
     )
-    told = found.told.total >= ENOUGH
-    parity_recorder.add(
-        {
-            "check": "mutant_told",
-            "verdict": "pass" if told else "fail",
-            "recipe": name,
-            "stage": STAGE.value,
-            "scale": found.scale.value,
-            "dtype": found.dtype.value,
-            "device": "reference",
-            "bound": "exact",
-            "compared": found.told.of,
-            "could_show": found.told.total,
-            "nearest_mutant": mutant.name,
-            "mutant_distance": found.told.total,
-            "message": "" if told else message,
-        }
-    )
-    assert told, message
+    claim(
+        parity_recorder, "mutant_told", "" if told else fault, recipe=name, stage=ACT_QUANT.name,
+        scale=found.scale.value, dtype=found.dtype.value, device="reference",
+        compared=found.told.of, could_show=found.told.total, nearest_mutant=mutant.name,
+        mutant_distance=found.told.total,
+    )  # fmt: skip
 
 
-def mutant_kernel(recipe: Recipe, mutant: Mutant) -> Kernel:
+def mutant_kernel(recipe: Recipe, mutant: Mutant):
     """Return a kernel that claims ``recipe`` and follows ``mutant``."""
+    followed = recipe.with_parts(act_quant=mutant.recipe)
+    contract = Contract(checks=frozenset({Check.EXACT}))
 
+    @registry.register("mutant", stage=ACT_QUANT, recipes=recipe, contract=contract)
     def run(call):
-        output = reference(STAGE, call.case, call.x, mutant.recipe)
-        return output.codes, output.scales
+        return ACT_QUANT.reference(call.case, call.inputs, followed)
 
-    return Kernel(
-        name="mutant",
-        stage=STAGE,
-        run=run,
-        recipes=lambda case, device: (recipe,),
-        supports=lambda case, device: None,
-        unavailable=lambda: None,
-        contract=Contract(checks=frozenset({Check.EXACT})),
-        source=Path(__file__),
-        triton=False,
-        note="",
-    )
+    return registry._KERNELS.pop("mutant")
 
 
 def _through_the_check():
     for recipe in (OURS, DEEPGEMM):
-        for mutant in mutants(recipe.of(STAGE)):
+        for mutant in mutants(recipe.of("act_quant", QuantRecipe)):
             name = f"{recipe.name}-{mutant.name}".replace("=", "-")
             yield pytest.param(recipe, mutant, id=name)
 
@@ -105,8 +83,8 @@ def _through_the_check():
 def test_red_and_named_by_the_check(recipe: Recipe, mutant: Mutant):
     """The check of a kernel that follows a mutant is red and says which decision differs."""
     case = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
-    case = dataclasses.replace(case, scale=power(recipe.of(STAGE), mutant).scale)
-    verdict = next(check_quant(mutant_kernel(recipe, mutant), case, "cpu"))
+    case = dataclasses.replace(case, scale=power(recipe.of("act_quant", QuantRecipe), mutant).scale)
+    verdict = next(check(mutant_kernel(recipe, mutant), case, "cpu"))
     assert verdict.verdict == "fail", f"{mutant.name} passed for {recipe.name}"
     assert mutant.name in verdict.decision.split(" or "), verdict.message
     assert f"The bits match with {verdict.decision}." in verdict.message

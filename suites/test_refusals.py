@@ -7,12 +7,13 @@ import re
 import pytest
 import torch
 
-from moe_parity.kernels import KernelError
 from moe_parity.kernels.ours.validate import check_codes, check_scales
-from moe_parity.references import quant
-from moe_parity.references.language import Case, QuantRecipe, parse_id
-from moe_parity.references.language.quant_decisions import Apply
-from moe_parity.references.language.recipes import OURS
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, parse_id
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages import STAGES
+from moe_parity.references.stages.quant import reference as quant
+from moe_parity.references.stages.quant.decisions import Apply, QuantRecipe
 
 X = torch.ones(4, 256, dtype=torch.bfloat16)
 
@@ -34,7 +35,7 @@ def _out(shape=(4, 256), groups=2, dtype=torch.float32):
 )
 def test_act_quant_refuses_its_input(x: torch.Tensor, group: int, sentence: str):
     ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
-    with pytest.raises(KernelError, match=re.escape(f"act_quant: {sentence}")):
+    with pytest.raises(ParityError, match=re.escape(f"act_quant: {sentence}")):
         ours.act_quant(x, group=group)
 
 
@@ -60,7 +61,7 @@ def test_act_quant_refuses_its_input(x: torch.Tensor, group: int, sentence: str)
 )
 def test_act_quant_refuses_its_outputs(codes: torch.Tensor, scales: torch.Tensor, sentence: str):
     ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
-    with pytest.raises(KernelError, match=re.escape(f"act_quant: {sentence}")):
+    with pytest.raises(ParityError, match=re.escape(f"act_quant: {sentence}")):
         ours.act_quant_out(X, codes, scales, 128, False)
 
 
@@ -75,7 +76,7 @@ def test_act_quant_refuses_its_outputs(codes: torch.Tensor, scales: torch.Tensor
 )
 def test_requantize_refuses(codes: torch.Tensor, scales: torch.Tensor, sentence: str):
     ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
-    with pytest.raises(KernelError, match=re.escape(f"requantize_weight: {sentence}")):
+    with pytest.raises(ParityError, match=re.escape(f"requantize_weight: {sentence}")):
         ours.requantize_weight(codes, scales)
 
 
@@ -93,9 +94,9 @@ def test_scales_are_validated(bad: float, power_of_two: bool, sentence: str):
     scales = torch.ones(2, 2)
     check_scales(scales, power_of_two=True)
     scales[1, 0] = bad
-    with pytest.raises(KernelError, match=re.escape(f"w13_scales{sentence}")):
+    with pytest.raises(ParityError, match=re.escape(f"w13_scales{sentence}")):
         check_scales(scales, power_of_two=power_of_two, name="w13_scales")
-    with pytest.raises(KernelError, match=r"must be float32, got torch\.float16"):
+    with pytest.raises(ParityError, match=r"must be float32, got torch\.float16"):
         check_scales(scales.half())
 
 
@@ -103,13 +104,13 @@ def test_codes_are_validated():
     codes = torch.arange(127).byte().view(1, 127)
     check_codes(codes)
     codes[0, 5] = 0xFF
-    with pytest.raises(KernelError, match=r"codes\[0, 5\] is the NaN 0xff"):
+    with pytest.raises(ParityError, match=r"codes\[0, 5\] is the NaN 0xff"):
         check_codes(codes)
 
 
 def test_references_refuse():
     with pytest.raises(ValueError, match="K = 100 is not a multiple of the group, 128"):
-        quant.act_quant(X[:, :100], OURS.of(next(iter(OURS.stages))))
+        quant.act_quant(X[:, :100], OURS.of("act_quant", QuantRecipe))
     with pytest.raises(TypeError, match="takes bfloat16, float16 or float32"):
         quant.act_quant(X.int(), QuantRecipe())
     with pytest.raises(ValueError, match=r"quant\.floor cannot be Apply\.DIVIDE; its options are"):
@@ -134,3 +135,25 @@ def test_ids_are_refused(text: str, sentence: str):
 def test_cases_are_refused(wrong: dict[str, int]):
     with pytest.raises(ValueError, match="case: "):
         Case(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stage", "word", "sentence"),
+    [
+        ("layer", "wide", "layer knows values aimed, normal, not wide"),
+        ("layer", "fp16", "layer does not read the word dtype"),
+        ("layer", "g64", "layer does not read the word group"),
+        ("fc1", "c7", "fc1 does not read the word clamp"),
+        ("fc2", "swigluoai", "fc2 does not read the word gate"),
+        ("combine", "col", "combine does not read the word layout"),
+        ("weight_quant", "tma", "weight_quant does not read the word layout"),
+        ("act_quant", "e4", "act_quant does not read the word e"),
+        ("act_quant", "midue8m0", "act_quant does not read the word mid_scale"),
+        ("swiglu", "pool7", "no pool 7"),
+    ],
+)
+def test_a_word_that_a_stage_does_not_read_is_refused(stage: str, word: str, sentence: str):
+    """It is never ignored: two ids are two cases."""
+    case = parse_id(f"any-fp32-{word}" if word != "pool7" else "any-fp32-aimed-pool7-m4")[1]
+    with pytest.raises(ParityError, match=sentence):
+        STAGES[stage].inputs(case)

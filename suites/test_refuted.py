@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from moe_parity.harness.checks.quant import check_quant
-from moe_parity.harness.expect import Recorder, fields, skip_reason
-from moe_parity.harness.inputs import aimed_rows
-from moe_parity.harness.verdict import Verdict
+from moe_parity.harness.checks.expect import Recorder, needs, record
+from moe_parity.harness.checks.flow import check
+from moe_parity.harness.checks.verdict import found
 from moe_parity.kernels import Kernel, all_kernels
-from moe_parity.references.language import Case, Check, InputDtype, Recipe, Stage, Values, decisions
-from moe_parity.references.language.quant_decisions import Apply, Floor, ScaleForm
+from moe_parity.references.language import Case, Check, InputDtype, Recipe, Values, decisions
+from moe_parity.references.stages import ACT_QUANT
+from moe_parity.references.stages.quant.decisions import Apply, Floor, QuantRecipe, ScaleForm
+from moe_parity.references.stages.quant.inputs import aimed_rows
 
 WRONG = {
     "apply": {Apply.DIVIDE: Apply.MUL_RECIP, None: Apply.DIVIDE},
@@ -23,34 +24,29 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-@pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.stage is Stage.ACT_QUANT], ids=lambda k: k.name)  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("kernel", all_kernels(ACT_QUANT), ids=lambda k: k.name)  # fmt: skip
 def test_wrong_recipe_is_refuted(
     kernel: Kernel, field: str, parity_device: str, parity_recorder: Recorder
 ):
     """The check turns red on the true kernel and names its true option."""
     case = Case(m=aimed_rows(512, 8), h=512, values=Values.AIMED, dtype=InputDtype.FP32)
-    reason = skip_reason(kernel, case, parity_device)
-    if reason:
-        pytest.skip(reason)
+    needs(kernel, case, parity_device)
     true = kernel.recipes(case, parity_device)[0]
-    part = true.of(kernel.stage)
+    part = true.of("act_quant", QuantRecipe)
     option = getattr(part, field)
     claimed = WRONG[field].get(option, WRONG[field][None])
     wrong = dataclasses.replace(part, **{field: claimed})
-    recipe = Recipe(name="wrong", source="on purpose", stages={kernel.stage: wrong})
+    recipe = Recipe(name="wrong", source="on purpose", parts={"act_quant": wrong})
     impostor = dataclasses.replace(kernel, recipes=lambda case, device: (recipe,))
-    verdict = next(check_quant(impostor, case, parity_device))
+    verdict = next(check(impostor, case, parity_device))
     name = f"{decisions(part)[field].name}={option.value}"
     refuted = verdict.verdict == "fail" and name in verdict.decision.split(" or ")
-    outcome = Verdict(
-        check="wrong_recipe_refuted",
-        verdict="pass" if refuted else "fail",
-        recipe=true.name,
-        compared=verdict.compared,
-        could_show=verdict.differing,
-        decision=name,
-        message="" if refuted else f"{kernel.name} passes for {field}={claimed.value}.",
+    fault = (
+        "" if refuted else f"{kernel.name} passes for {field}={claimed.value}: {verdict.message}"
     )
-    parity_recorder.add(fields(kernel, case, parity_device, outcome, 0.0))
-    assert refuted, verdict.message or outcome.message
+    outcome = found(
+        "wrong_recipe_refuted", fault, recipe=true.name, compared=verdict.compared,
+        could_show=verdict.differing, decision=name,
+    )  # fmt: skip
+    record(kernel, case, parity_device, [outcome], parity_recorder)
     assert verdict.check == Check.EXACT

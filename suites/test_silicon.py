@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_parity.harness.expect import Recorder
-from moe_parity.harness.silicon.models import (
-    MODELS,
-    UNITS,
-    DotCase,
-    arguments,
-    operands,
-    result_bits,
-)
+from moe_parity.harness.checks.expect import Recorder, claim
+from moe_parity.harness.silicon.models import MODELS, DotCase, arguments, operands, result_bits
 from moe_parity.references.arithmetic.formats import bits_of, from_bits
-from moe_parity.references.chips import tensor_core
+from moe_parity.references.chips import tensor_core, unit_named
 
 CHUNK = 1 << 26
 AIMED = 1 << 26
@@ -26,32 +19,23 @@ OTHERS = sorted(name for name, model in MODELS.items() if model.arity > 1)
 
 
 def _record(recorder: Recorder, name: str, compared: int, wrong: int, first: str) -> None:
-    message = f"model {name} differs from the GPU in {wrong} of {compared} results; {first}."
-    recorder.add(
-        {
-            "check": "model",
-            "verdict": "fail" if wrong else "pass",
-            "kernel": f"model_{name}",
-            "device": "cuda",
-            "bound": "exact",
-            "compared": compared,
-            "differing": wrong,
-            "message": message if wrong else "",
-        }
-    )
-    assert not wrong, message
+    fault = f"model {name} differs from the GPU in {wrong} of {compared} results; {first}."
+    claim(
+        recorder, "model", fault if wrong else "", kernel=f"model_{name}", device="cuda",
+        compared=compared, differing=wrong,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNARY)
 def test_every_argument(name: str, parity_gpu: str, parity_recorder: Recorder):
     """All 2^32 fp32 arguments of a function of one."""
-    from moe_parity.harness.silicon import instructions as silicon
+    from moe_parity.harness.silicon import instructions
 
     model, wrong, first = MODELS[name], 0, ""
     for start in range(-(2**31), 2**31, CHUNK):
         word = torch.arange(start, start + CHUNK, device=parity_gpu, dtype=torch.int64).int()
         x = from_bits(word)
-        got, want = silicon.run(model, (x,)), result_bits(model.model(x))
+        got, want = instructions.run(model, (x,)), result_bits(model.model(x))
         bad = got != want
         count = int(bad.sum())
         if count and not wrong:
@@ -64,12 +48,12 @@ def test_every_argument(name: str, parity_gpu: str, parity_recorder: Recorder):
 @pytest.mark.parametrize("name", OTHERS)
 def test_aimed_arguments(name: str, parity_gpu: str, parity_recorder: Recorder):
     """2^26 aimed pairs or triples under several seeds."""
-    from moe_parity.harness.silicon import instructions as silicon
+    from moe_parity.harness.silicon import instructions
 
     model, wrong, first = MODELS[name], 0, ""
     for seed in range(SEEDS):
         args = arguments(model, AIMED, seed, parity_gpu)
-        got, want = silicon.run(model, args), result_bits(model.model(*args))
+        got, want = instructions.run(model, args), result_bits(model.model(*args))
         bad = got != want
         if bool(bad.any()) and not wrong:
             at = int(bad.nonzero()[0, 0])
@@ -91,16 +75,16 @@ DOTS = [
 @pytest.mark.parametrize("case", DOTS, ids=lambda case: case.name)
 def test_tensor_core(case: DotCase, parity_gpu: str, parity_recorder: Recorder):
     """Both units, narrow and wide exponents, every kind of accumulator; the unit is the PTX's."""
-    from moe_parity.harness.silicon import instructions as silicon
+    from moe_parity.harness.silicon import instructions
 
     compared = wrong = 0
     first = ""
     for seed in range(16):
         a, b, c = operands(case, seed, parity_gpu)
-        got, unit = silicon.run_dot(case, a, b, c)
+        got, unit = instructions.run_dot(case, a, b, c)
         assert unit == case.unit, f"Triton compiled {case.name} to {unit}"
-        want = bits_of(tensor_core.dot(a, b, c, unit=UNITS[case.unit]))
-        plain = bits_of(tensor_core.dot_plain(a, b, c, unit=UNITS[case.unit]))
+        want = bits_of(tensor_core.dot(a, b, c, unit=unit_named(case.unit)))
+        plain = bits_of(tensor_core.dot_plain(a, b, c, unit=unit_named(case.unit)))
         assert torch.equal(want, plain), f"{case.name}: the GPU form is not the plain form"
         bad = got != want
         if bool(bad.any()) and not wrong:

@@ -19,7 +19,8 @@ from triton.language.extra import libdevice
 
 from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.kernels.virtual_gpu import lowering
-from moe_parity.references.arithmetic import formats, rounding, special
+from moe_parity.references.arithmetic import formats, rounding
+from moe_parity.references.chips import special
 
 F32, BF16, F16, E4M3 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NAMES = {F32: "f32", BF16: "bf16", F16: "fp16", E4M3: "e4m3"}

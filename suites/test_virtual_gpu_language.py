@@ -12,7 +12,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_parity.kernels import virtual_gpu as vg
-from moe_parity.references.chips import tensor_core
+from moe_parity.references.chips import Unit, tensor_core
+from moe_parity.references.chips.hopper import MMA_F16, WGMMA_FP8
 
 E4M3 = torch.float8_e4m3fn
 
@@ -136,15 +137,15 @@ def _codes(rows: int, columns: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "columns", "warps", "unit"),
     [
-        (64, 16, 4, tensor_core.WGMMA_FP8),
-        (64, 32, 4, tensor_core.WGMMA_FP8),
-        (16, 64, 4, tensor_core.MMA_F16),
-        (64, 16, 2, tensor_core.MMA_F16),
+        (64, 16, 4, WGMMA_FP8),
+        (64, 32, 4, WGMMA_FP8),
+        (16, 64, 4, MMA_F16),
+        (64, 16, 2, MMA_F16),
     ],
     ids=["m64-n16-w4", "m64-n32-w4", "m16-n64-w4", "m64-n16-w2"],
 )
 def test_a_dot_runs_on_the_unit_that_its_ptx_names(
-    rows: int, columns: int, warps: int, unit: tensor_core.Unit
+    rows: int, columns: int, warps: int, unit: Unit
 ) -> None:
     a, b = _codes(rows, 96, 1), _codes(columns, 96, 2)
     o = torch.zeros(rows, columns)
@@ -152,7 +153,7 @@ def test_a_dot_runs_on_the_unit_that_its_ptx_names(
     assert report.dot_unit == unit
     expected = tensor_core.dot(a, b.T.contiguous(), unit=unit)
     assert torch.equal(o.view(torch.int32), expected.view(torch.int32))
-    other = next(u for u in (tensor_core.WGMMA_FP8, tensor_core.MMA_F16) if u != unit)
+    other = next(u for u in (WGMMA_FP8, MMA_F16) if u != unit)
     assert not torch.equal(o, tensor_core.dot(a, b.T.contiguous(), unit=other))
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_parity.harness.cases.grid import quant_params
-from moe_parity.harness.cases.strategies import quant_cases
-from moe_parity.harness.compare import compare
-from moe_parity.harness.expect import Recorder, expect
-from moe_parity.harness.inputs import quant_input
-from moe_parity.harness.run import one_nan
+from moe_parity.harness.cases.grid import formats, params
+from moe_parity.harness.cases.strategies import weights
+from moe_parity.harness.checks.compare import comparable
+from moe_parity.harness.checks.expect import Recorder, claim, expect, needs
 from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel
-from moe_parity.references import quant
-from moe_parity.references.language import Case, Hazard, InputDtype, QuantOutput, Stage, Values
-from moe_parity.references.language.recipes import OURS
+from moe_parity.references.language import Case, Hazard, InputDtype, Values
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages import WEIGHT_QUANT
+from moe_parity.references.stages.quant import reference
+from moe_parity.references.stages.quant.decisions import QuantRecipe
 
-STAGE = Stage.WEIGHT_QUANT
+BF16 = (InputDtype.BF16,)
 # A tile for each aimed group: 192 of them on a GPU, 48 on a CPU.
 AIMED = Case(
     i=2048 if environment.gpu() else 1024, h=1536 if environment.gpu() else 768, values=Values.AIMED
@@ -30,26 +29,29 @@ BROKEN_UP = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "case"), quant_params(STAGE, AIMED))
+def grid(*bases: Case, **chosen):
+    return params(WEIGHT_QUANT, formats(WEIGHT_QUANT, *bases, **chosen))
+
+
+@pytest.mark.parametrize(("kernel", "case"), grid(AIMED))
 def test_aimed(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """Tiles of one aimed group each; the record counts the outputs that could be red."""
     expect(kernel, case, parity_device, parity_recorder, power=True)
 
 
-@pytest.mark.parametrize(("kernel", "base"), quant_params(STAGE, Case()))
+@pytest.mark.parametrize(("kernel", "base"), grid(Case()))
 @given(data=st.data())
 def test_drawn(
     kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder
 ):
     """Drawn shapes with ragged edges, values and hazards."""
-    expect(kernel, data.draw(quant_cases(base, STAGE)), parity_device, parity_recorder)
+    needs(kernel, base, parity_device)
+    expect(kernel, data.draw(weights(base)), parity_device, parity_recorder)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "case"), quant_params(STAGE, *BROKEN_UP, dtypes=[InputDtype.BF16])
-)
+@pytest.mark.parametrize(("kernel", "case"), grid(*BROKEN_UP, dtypes=BF16))
 def test_not_contiguous(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
-    """Input with gaps of NaN, and transposed input, is refused or quantized right."""
+    """Input with gaps, and transposed input, is refused or quantized right."""
     expect(kernel, case, parity_device, parity_recorder)
 
 
@@ -58,27 +60,17 @@ def test_not_contiguous(kernel: Kernel, case: Case, parity_device: str, parity_r
 def test_requantize(n: int, k: int, values: Values, parity_device: str, parity_recorder: Recorder):
     """Our requantization of E4M3 weights to powers of two equals its reference."""
     ours = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
-    w = quant_input(Case(i=n, h=k, values=values), STAGE)
-    recipe = OURS.of(STAGE)
-    old = quant.weight_quant(w, recipe)
-    device = torch.device(parity_device)
-    codes, scales = ours.requantize_weight(old.codes.to(device), old.scales.to(device))
-    expected = one_nan(quant.requantize_weight(old.codes, old.scales, recipe))
-    got = one_nan(QuantOutput(codes=codes.cpu(), scales=scales.cpu()))
-    found = compare(got, expected, STAGE)
-    message = f"requantize_weight differs {found.first}; {found.differing} of {found.compared}."
-    parity_recorder.add(
-        {
-            "check": "exact",
-            "verdict": "pass" if found.equal else "fail",
-            "kernel": "ours_requantize_weight",
-            "recipe": OURS.name,
-            "stage": STAGE.value,
-            "scale": "ue8m0",
-            "shape": f"n{n}-k{k}",
-            "compared": found.compared,
-            "differing": found.differing,
-            "message": "" if found.equal else message,
-        }
-    )
-    assert found.equal, message
+    w = WEIGHT_QUANT.inputs(Case(i=n, h=k, values=values)).x
+    recipe = OURS.of("weight_quant", QuantRecipe)
+    old = reference.weight_quant(w, recipe)
+    got = ours.requantize_weight(old.codes.to(parity_device), old.scales.to(parity_device))
+    want = reference.requantize_weight(old.codes, old.scales, recipe)
+    pairs = zip(got, (want.codes, want.scales), strict=True)
+    wrong = sum(int((comparable(a.cpu()) != comparable(b)).sum()) for a, b in pairs)
+    compared = want.codes.numel() + want.scales.numel()
+    fault = f"requantize_weight differs in {wrong} of {compared} outputs." if wrong else ""
+    claim(
+        parity_recorder, "exact", fault, kernel="ours_requantize_weight", recipe=OURS.name,
+        stage="weight_quant", scale="ue8m0", shape=f"n{n}-k{k}", compared=compared,
+        differing=wrong, device="virtual_gpu" if parity_device == "cpu" else parity_device,
+    )  # fmt: skip

@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moe_parity.harness.checks.expect import Recorder, claim
 from moe_parity.harness.evidence import witness
-from moe_parity.harness.evidence.witness import SHIPPED, WitnessError
-from moe_parity.harness.expect import Recorder
+from moe_parity.harness.evidence.witness import SHIPPED
+from moe_parity.references.errors import ParityError
 
 FILES = sorted(SHIPPED.glob("**/*.safetensors"))
 
@@ -24,18 +25,11 @@ def test_replays(path: Path, parity_recorder: Recorder):
     """The reference gives the bits that the GPU gave."""
     compared = witness.check(path)
     kept, _ = witness.read(path)
-    parity_recorder.add(
-        {
-            "check": "witness",
-            "verdict": "pass",
-            "kernel": kept.subject if kept.kind == "kernel" else f"model_{kept.subject}",
-            "recipe": kept.recipe,
-            "stage": kept.detail.partition("/")[0] if kept.kind == "kernel" else "",
-            "device": "reference",
-            "bound": "exact",
-            "compared": compared,
-        }
-    )
+    claim(
+        parity_recorder, "witness", recipe=kept.recipe, device="reference", compared=compared,
+        kernel=kept.subject if kept.kind == "kernel" else f"model_{kept.subject}",
+        stage=kept.detail.partition("/")[0] if kept.kind == "kernel" else "",
+    )  # fmt: skip
 
 
 def test_they_are_small():
@@ -98,7 +92,7 @@ def _other_recipe(tensors, metadata):  # noqa: ARG001
     ],
 )
 def test_a_changed_witness_is_refused(change, sentence: str, tmp_path: Path):
-    with pytest.raises(WitnessError, match=sentence):
+    with pytest.raises(ParityError, match=sentence):
         witness.check(_copy(tmp_path, change))
 
 
@@ -106,16 +100,16 @@ def test_a_changed_witness_is_refused(change, sentence: str, tmp_path: Path):
 def test_a_foreign_file_is_refused(content: bytes, tmp_path: Path):
     path = tmp_path / "foreign.safetensors"
     path.write_bytes(content)
-    with pytest.raises(WitnessError, match="is not a safetensors file"):
+    with pytest.raises(ParityError, match="is not a safetensors file"):
         witness.check(path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path):
-    with pytest.raises(WitnessError, match="does not exist"):
+    with pytest.raises(ParityError, match="does not exist"):
         witness.check(tmp_path / "absent.safetensors")
-    with pytest.raises(WitnessError, match="no witness file"):
+    with pytest.raises(ParityError, match="no witness file"):
         witness.paths_of([tmp_path])
-    with pytest.raises(WitnessError, match="does not exist"):
+    with pytest.raises(ParityError, match="does not exist"):
         witness.paths_of([tmp_path / "absent"])
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import row_major
-
 GUARD = 4096
 """Bytes of poison before and after every output; keeps 16-byte alignment."""
 
@@ -79,15 +77,3 @@ class PoisonedAllocator:
             )
         )
         return view
-
-
-def unwritten(first: Output, second: Output) -> tuple[int, ...] | None:
-    """Return the index of an element that kept its poison under both fills, or None."""
-    kept = (_bytes(first) == first.poison) & (_bytes(second) == second.poison)
-    left = kept.any(-1)  # a byte that was written cannot equal both fills
-    return tuple(int(n) for n in left.nonzero()[0]) if bool(left.any()) else None
-
-
-def _bytes(output: Output) -> Tensor:
-    flat = row_major(output.view).view(torch.uint8).cpu()
-    return flat.view(*output.view.shape, output.view.element_size())

@@ -1,10 +1,11 @@
-"""The grid of a quantization suite: kernels by scale format, layout and input type."""
+"""Grids of test parameters: kernels of a stage by cases, with ids and marks that say so."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -15,39 +16,56 @@ from moe_parity.references.language import Case, InputDtype, ScaleFormat, ScaleL
 FULL = tuple(InputDtype)
 
 
-def quant_params(
-    stage: Stage, *bases: Case, dtypes: Iterable[InputDtype] = FULL, layouts: bool = True
-) -> list[ParameterSet]:
-    """Return (kernel, case) parameters around each of ``bases``, with ids and ``moe`` marks.
+def params(stages: Stage[Any] | Iterable[Stage[Any]], cases: Iterable[Case]) -> list[ParameterSet]:
+    """Return (kernel, case) parameters for all kernels of some stages.
 
-    Combinations that a kernel supports nowhere are left out; a kernel that cannot run here keeps
-    one, so that the report says why.
+    Cases that a kernel takes nowhere are left out; a kernel that cannot run here keeps one, so that
+    the report says why.
     """
-    params = []
-    for kernel in all_kernels(stage):
-        cases = [c for base in bases for c in _supported(kernel, base, tuple(dtypes), layouts)]
-        params += [_param(kernel, case) for case in (cases[:1] if kernel.unavailable() else cases)]
-    return params
+    wanted = [stages] if isinstance(stages, Stage) else list(stages)
+    listed = list(cases)
+    found = []
+    for kernel in all_kernels():
+        if kernel.stage in wanted:
+            own = [case for case in listed if taken(kernel, case)]
+            found += [param(kernel, case) for case in (own[:1] if kernel.unavailable() else own)]
+    return found
 
 
-def _supported(
-    kernel: Kernel, base: Case, dtypes: tuple[InputDtype, ...], layouts: bool
-) -> Iterable[Case]:
-    grid = itertools.product(ScaleFormat, ScaleLayout, dtypes)
-    for scale, layout, dtype in grid:
-        if layout is not ScaleLayout.ROW and (not layouts or scale is ScaleFormat.UE8M0_PACKED):
+def taken(kernel: Kernel, case: Case) -> bool:
+    """Whether a kernel takes a case on some machine."""
+    return any(kernel.declines(case, device) is None for device in ("cpu", "cuda"))
+
+
+def formats(
+    stage: Stage[Any],
+    *bases: Case,
+    dtypes: Iterable[InputDtype] = FULL,
+    layouts: Iterable[ScaleLayout] = tuple(ScaleLayout),
+) -> Iterator[Case]:
+    """Yield ``bases`` in every scale format, layout and dtype that the stage reads."""
+    chosen = tuple(dtypes) if "dtype" in stage.reads else FULL[:1]
+    kept = tuple(layouts) if "layout" in stage.reads else (ScaleLayout.ROW,)
+    for base, scale, layout, dtype in itertools.product(bases, ScaleFormat, kept, chosen):
+        if scale.is_packed and layout is not ScaleLayout.ROW:
             continue  # packed exponents have one layout
         case = dataclasses.replace(base, scale=scale, layout=layout, dtype=dtype)
-        if not all(kernel.supports(case, device) for device in ("cpu", "cuda")):
+        if stage.refusal(case) is None:
             yield case
 
 
-def _param(kernel: Kernel, case: Case) -> ParameterSet:
-    mark = pytest.mark.moe(
-        kernel=kernel.name,
-        stage=kernel.stage.value,
-        scale=case.scale.value,
-        layout=case.layout.value,
-        dtype=case.dtype.value,
-    )
-    return pytest.param(kernel, case, id=f"{kernel.name}-{case.id}", marks=mark)
+def param(kernel: Kernel, case: Case, *extra: str) -> ParameterSet:
+    """Return one (kernel, case) with its id and its ``moe`` mark."""
+    mark = pytest.mark.moe(**labels(kernel, case))
+    return pytest.param(kernel, case, id="-".join([kernel.name, case.id, *extra]), marks=mark)
+
+
+def labels(kernel: Kernel, case: Case) -> dict[str, Any]:
+    """Return what a test of a kernel on a case is about, as marks and records say it."""
+    stage = kernel.stage
+    words = {"scale": case.scale.value, "layout": case.layout.value, "dtype": case.dtype.value}
+    said = {word: value for word, value in words.items() if word in stage.reads}
+    if case.mid_scale is not None:
+        said["mid"] = case.mid_scale.value
+    ep = f"{case.ep_rank}of{case.ep_size}" if case.ep_size > 1 else ""
+    return {"kernel": kernel.name, "stage": stage.name, **said, "clamp": case.clamp, "ep": ep}

@@ -8,6 +8,7 @@ to pytest.log; the terminal shows progress, what fails as it fails, and the verd
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import signal
@@ -58,9 +59,10 @@ def suites() -> Path:
     with contextlib.suppress(OSError):
         if (here / "suites").is_dir() and '"moe-parity"' in (here / "pyproject.toml").read_text():
             return here / "suites"
-    import moe_parity.suites
-
-    return Path(moe_parity.suites.__path__[0]).resolve()
+    found = importlib.util.find_spec("moe_parity.suites")  # above us: found, never imported
+    assert found is not None
+    assert found.submodule_search_locations
+    return Path(found.submodule_search_locations[0]).resolve()
 
 
 def arguments(request: Request, folder: Path) -> list[str]:

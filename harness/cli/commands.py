@@ -215,12 +215,6 @@ _COMMANDS = {
 }
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions whose text is a sentence for the user; import nothing for it."""
-    errors = sys.modules.get("moe_parity.kernels.errors")
-    return (ParityError,) if errors is None else (ParityError, errors.KernelError)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = _parser().parse_args(argv)
@@ -234,9 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of a pipe, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except Exception as error:
-        if not isinstance(error, _user_errors()):
-            raise
+    except ParityError as error:
         print(f"parity: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     return status

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from moe_parity.harness.mutants import Power, mutants, power
+from moe_parity.harness.evidence.mutants import Power, mutants, power
 from moe_parity.kernels import all_kernels
-from moe_parity.references.language import Case, Decision, QuantRecipe, Recipe, decisions
-from moe_parity.references.language.recipes import ALL
+from moe_parity.references.language import Case, Decision, Recipe, decisions
+from moe_parity.references.recipes import ALL
+from moe_parity.references.stages.quant.decisions import QuantRecipe
 
 
 def kernels_table() -> str:
@@ -17,7 +18,8 @@ def kernels_table() -> str:
         reason = kernel.unavailable()
         names = "/".join(recipe.name for recipe in kernel.recipes(Case(), "cpu"))
         here = "no" if reason else "yes"
-        rows.append((kernel.name, kernel.stage, names, here, reason or kernel.note))
+        row = (kernel.name, kernel.stage.name, names, here, str(reason or kernel.note))
+        rows.append(row)
     return align(rows)
 
 
@@ -29,18 +31,17 @@ def recipes_table() -> str:
 def recipe_table(recipe: Recipe) -> str:
     """Return one recipe: a line for each decision of each distinct part."""
     blocks = []
-    for part in dict.fromkeys(recipe.stages.values()):
-        stages = ", ".join(stage for stage, value in recipe.stages.items() if value == part)
-        rows = [("decision", "option", "told by", "hardest to tell from")]
-        rows += list(_rows(part))
-        blocks.append(f"{recipe.name} ({stages}): {recipe.source}\n{align(rows)}")
-    for other in (recipe.gemm, recipe.swiglu, recipe.combine):
-        if other is not None:
-            named = decisions(other).items()
-            chosen = [(d.name, getattr(other, field).value) for field, d in named]
-            blocks.append(
-                f"{recipe.name}: {recipe.source}\n{align([('decision', 'option'), *chosen])}"
-            )
+    for part in dict.fromkeys(recipe.parts.values()):
+        names = ", ".join(name for name, value in recipe.parts.items() if value == part)
+        if isinstance(part, QuantRecipe):
+            rows: list[tuple[str, ...]] = [
+                ("decision", "option", "told by", "hardest to tell from")
+            ]
+            rows += _rows(part)
+        else:
+            rows = [("decision", "option")]
+            rows += [(d.name, getattr(part, f).value) for f, d in decisions(part).items()]
+        blocks.append(f"{recipe.name} ({names}): {recipe.source}\n{align(rows)}")
     return "\n".join(blocks) or f"{recipe.name}: {recipe.source}"
 
 

@@ -7,18 +7,17 @@ call nothing large.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_parity.harness.checks.layer import words
-from moe_parity.harness.layer_inputs import layer_inputs
-from moe_parity.references import layer
+from moe_parity.harness.checks.compare import comparable
 from moe_parity.references.arithmetic.formats import to_f32
-from moe_parity.references.language import Case, Recipe, decisions
+from moe_parity.references.language import Case, Recipe
+from moe_parity.references.stages import LAYER
+from moe_parity.references.stages.layer.reference import layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ def between(left: Tensor, right: Tensor, changed: str) -> Distance:
     ulp = (got - want).abs() / unit
     return Distance(
         changed=changed,
-        differing=int((words(left) != words(right)).sum()),
+        differing=int((comparable(left) != comparable(right)).sum()),
         outputs=ulp.numel(),
         max_ulp=float(ulp.max()) if ulp.numel() else 0.0,
         over_one_ulp=int((ulp > 1).sum()),
@@ -50,10 +49,10 @@ def between(left: Tensor, right: Tensor, changed: str) -> Distance:
 
 def split(case: Case, base: Recipe, other: Recipe) -> Iterator[Distance]:
     """Yield the distance of each changed decision alone, then of all together."""
-    inputs = layer_inputs(case)
+    inputs = LAYER.inputs(case)
 
     def output(recipe: Recipe) -> Tensor:
-        return layer.layer(inputs.batch, inputs.experts, recipe, inputs.asked).out
+        return layer(inputs, recipe).out
 
     start = output(base)
     for changed, recipe in _single_changes(base, other):
@@ -62,10 +61,7 @@ def split(case: Case, base: Recipe, other: Recipe) -> Iterator[Distance]:
 
 
 def _single_changes(base: Recipe, other: Recipe) -> Iterator[tuple[str, Recipe]]:
-    for part in ("gemm", "swiglu", "combine"):
-        left, right = getattr(base, part), getattr(other, part)
-        for field, decision in decisions(left).items():
-            option = getattr(right, field)
-            if option is not getattr(left, field):
-                one = dataclasses.replace(left, **{field: option})
-                yield f"{decision.name}={option}", dataclasses.replace(base, **{part: one})
+    wanted = {f"{name}={option}" for name, _, option in base.changes(other, LAYER.acting)}
+    for label, recipe in base.neighbours(LAYER.acting):
+        if label in wanted:
+            yield label, recipe

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_parity.harness.evidence import witness
-from moe_parity.harness.evidence.witness import Witness, WitnessError
-from moe_parity.references.language import Recipe, Stage, decisions
-from moe_parity.references.language.recipes import ALL
+from moe_parity.harness.evidence.witness import Witness
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Recipe, Stage
+from moe_parity.references.recipes import ALL
+from moe_parity.references.stages import stage_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,12 @@ class Drift:
 def drifts(before: Path, after: Path) -> Iterator[Drift]:
     """Yield every case of which both folders hold a witness, in order.
 
-    Raises WitnessError where a witness does not replay, and where the folders share no case.
+    Raises ParityError where a witness does not replay, and where the folders share no case.
     """
     old, new = _kernels(before), _kernels(after)
     common = sorted(old.keys() & new.keys())
     if not common:
-        raise WitnessError(f"{before} and {after} hold no witness of the same kernel and case.")
+        raise ParityError(f"{before} and {after} hold no witness of the same kernel and case.")
     for case in common:
         yield _compare(case, old[case], new[case])
 
@@ -67,7 +70,7 @@ def _compare(case: str, old: Witness, new: Witness) -> Drift:
         name: (int((old.tensors[name] != new.tensors[name]).sum()), old.tensors[name].numel())
         for name in sorted(old.tensors)
     }
-    stage = Stage(old.detail.partition("/")[0])
+    stage = stage_named(old.detail.partition("/")[0])
     named = tuple(changes(stage, ALL[old.recipe], ALL[new.recipe]))
     identity = case.partition("#")[0].partition("/")[2]
     return Drift(
@@ -83,24 +86,10 @@ def _version(kept: Witness) -> str:
     return "an unknown version"
 
 
-def changes(stage: Stage, old: Recipe, new: Recipe) -> Iterator[str]:
+def changes(stage: Stage[Any], old: Recipe, new: Recipe) -> Iterator[str]:
     """Yield the decisions on which two recipes differ in a stage."""
-    parts: list[tuple[object, object]] = []
-    if stage in old.stages and stage in new.stages:
-        parts.append((old.stages[stage], new.stages[stage]))
-    if stage in (Stage.FC1, Stage.FC2):
-        parts.append((old.gemm, new.gemm))
-    if stage in (Stage.SWIGLU, Stage.SWIGLU_QUANT):
-        parts.append((old.swiglu, new.swiglu))
-    if stage in (Stage.FC2, Stage.COMBINE):
-        parts.append((old.combine, new.combine))
-    for left, right in parts:
-        if left is None or right is None:
-            continue
-        for field, decision in decisions(left).items():
-            one, other = getattr(left, field), getattr(right, field)
-            if one != other:
-                yield f"{decision.name}: {one.value} -> {other.value}"
+    for name, one, other in old.changes(new, stage.acting):
+        yield f"{name}: {one.value} -> {other.value}"
 
 
 def report(before: Path, after: Path) -> int:

@@ -13,34 +13,29 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_parity.harness import stages
-from moe_parity.harness.checks.layer import words
-from moe_parity.harness.checks.stage import run_stage
-from moe_parity.harness.inputs import quant_input
-from moe_parity.harness.run import one_nan, reference, run
+from moe_parity.harness.calling.run import on_device
+from moe_parity.harness.checks.compare import comparable
 from moe_parity.harness.session import environment
-from moe_parity.harness.silicon import models as arithmetic
+from moe_parity.harness.silicon import models
 from moe_parity.kernels import Kernel
 from moe_parity.references.arithmetic.formats import bits_of
-from moe_parity.references.chips import tensor_core
+from moe_parity.references.chips import CHIPS, tensor_core, unit_named
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, QuantOutput, Recipe, Stage, parse_id
-from moe_parity.references.language.recipes import ALL
+from moe_parity.references.language import Case, Recipe, Stage, parse_id
+from moe_parity.references.recipes import ALL, recipe_named
+from moe_parity.references.stages import stage_named
 
 SCHEMA = "1"
 SHIPPED = Path(__file__).resolve().parents[2] / "suites" / "witnesses"
 SAMPLES = 4096
 """Arguments of a scalar model's witness, specials first."""
-
-
-class WitnessError(ParityError):
-    """A witness that cannot be read, or whose bits are not what they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +65,7 @@ def provenance(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return who measured: GPU, driver, versions, date."""
     card = environment.gpu()
     if card is None:
-        raise WitnessError("a witness is recorded on a GPU, and torch finds none here.")
+        raise ParityError("a witness is recorded on a GPU, and torch finds none here.")
     versions = environment.versions()
     named = {name: versions[name] for name in ("python", "torch", "triton") if name in versions}
     cuda = str(torch.version.cuda)
@@ -82,58 +77,39 @@ def provenance(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def inputs_of(witness: Witness) -> list[Tensor]:
     """Make the inputs of a witness anew, on the CPU."""
     if witness.kind == "model":
-        model = arithmetic.MODELS[witness.subject]
-        return list(arithmetic.arguments(model, SAMPLES, witness.seed))
+        model = models.MODELS[witness.subject]
+        return list(models.arguments(model, SAMPLES, witness.seed))
     if witness.kind == "dot":
-        dot = arithmetic.DotCase(**json.loads(witness.detail))
-        return [t for t in arithmetic.operands(dot, witness.seed) if t is not None]
+        dot = models.DotCase(**json.loads(witness.detail))
+        return [t for t in models.operands(dot, witness.seed) if t is not None]
     stage, case = _kernel_case(witness)
-    if stage in stages.MIDDLE:
-        made = vars(stages.stage_inputs(stage, case)).values()
-        return [t for t in made if isinstance(t, Tensor)]
-    return [quant_input(case, stage)]
+    return stage.sealed(stage.inputs(case))
 
 
 def expected_of(witness: Witness, inputs: list[Tensor]) -> dict[str, Tensor]:
     """Compute the bits of a witness with the references, on the CPU."""
     if witness.kind == "model":
-        model = arithmetic.MODELS[witness.subject]
-        return {"out": arithmetic.result_bits(model.model(*inputs))}
+        model = models.MODELS[witness.subject]
+        return {"out": models.result_bits(model.model(*inputs))}
     if witness.kind == "dot":
-        unit = arithmetic.UNITS[witness.subject]
+        unit = unit_named(witness.subject)
         return {"out": bits_of(tensor_core.dot(*inputs, unit=unit))}
     stage, case = _kernel_case(witness)
-    if stage in stages.MIDDLE:
-        made = stages.stage_inputs(stage, case)
-        return _bits(stages.reference(stage, case, made, ALL[witness.recipe]))
-    recipe = ALL[witness.recipe].of(stage)
-    return _quant_tensors(reference(stage, case, inputs[0], recipe))
+    return _bits(stage.reference(case, stage.inputs(case), recipe_named(witness.recipe)))
 
 
-def _kernel_case(witness: Witness) -> tuple[Stage, Case]:
+def _kernel_case(witness: Witness) -> tuple[Stage[Any], Case]:
     stage, _, identity = witness.detail.partition("/")
-    return Stage(stage), parse_id(identity, witness.seed)[1]
-
-
-def _quant_tensors(output: QuantOutput) -> dict[str, Tensor]:
-    return {"codes": output.codes.contiguous(), "scales": bits_of(output.scales)}
+    return stage_named(stage), parse_id(identity, witness.seed)[1]
 
 
 def _bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the bits of a stage's tensors, every NaN the same, in as few bytes as they had."""
     narrow = {torch.uint8: torch.uint8, torch.bfloat16: torch.int16}
     return {
-        name: words(t.cpu()).to(narrow.get(t.dtype, torch.int32)).contiguous()
+        name: comparable(t.cpu()).to(narrow.get(t.dtype, torch.int32)).contiguous()
         for name, t in tensors.items()
     }
-
-
-def _made_on_gpu(kernel: Kernel, case: Case) -> dict[str, Tensor]:
-    if kernel.stage in stages.MIDDLE:
-        inputs = stages.stage_inputs(kernel.stage, case, "cuda")
-        return _bits(run_stage(kernel, case, inputs).produced.outputs)
-    x = quant_input(case, kernel.stage).to("cuda")
-    return _quant_tensors(one_nan(run(kernel, case, x).result))
 
 
 def of_kernel(kernel: Kernel, case: Case, recipe: Recipe, extra: Mapping[str, str]) -> Witness:
@@ -144,34 +120,34 @@ def of_kernel(kernel: Kernel, case: Case, recipe: Recipe, extra: Mapping[str, st
         detail=f"{kernel.stage}/{kernel.name}-{case.id}",
         recipe=recipe.name,
         seed=case.seed,
-        tensors=_made_on_gpu(kernel, case),
+        tensors=_bits(on_device(kernel, case, "cuda")),
         provenance=provenance(extra),
     )
 
 
 def of_model(name: str, seed: int) -> Witness:
     """Run an instruction on the GPU and keep its bits."""
-    from moe_parity.harness.silicon import instructions as silicon
+    from moe_parity.harness.silicon import instructions
 
-    model = arithmetic.MODELS[name]
-    arguments = tuple(t.cuda() for t in arithmetic.arguments(model, SAMPLES, seed))
-    bits = silicon.run(model, arguments)
+    model = models.MODELS[name]
+    arguments = tuple(t.cuda() for t in models.arguments(model, SAMPLES, seed))
+    bits = instructions.run(model, arguments)
     return Witness(
         kind="model", subject=name, detail=model.instruction, recipe="", seed=seed,
         tensors={"out": bits.cpu()}, provenance=provenance(),
     )  # fmt: skip
 
 
-def of_dot(case: arithmetic.DotCase, seed: int) -> Witness:
+def of_dot(case: models.DotCase, seed: int) -> Witness:
     """Run a tensor-core unit on the GPU and keep its bits; raises where another unit was used."""
-    from moe_parity.harness.silicon import instructions as silicon
+    from moe_parity.harness.silicon import instructions
 
-    a, b, c = (None if t is None else t.cuda() for t in arithmetic.operands(case, seed))
+    a, b, c = (None if t is None else t.cuda() for t in models.operands(case, seed))
     assert a is not None
     assert b is not None
-    bits, unit = silicon.run_dot(case, a, b, c)
+    bits, unit = instructions.run_dot(case, a, b, c)
     if unit != case.unit:
-        raise WitnessError(f"{case.name}: Triton compiled the dot to {unit}, not to {case.unit}.")
+        raise ParityError(f"{case.name}: Triton compiled the dot to {unit}, not to {case.unit}.")
     return Witness(
         kind="dot", subject=case.unit, detail=json.dumps(asdict(case), sort_keys=True), recipe="",
         seed=seed, tensors={"out": bits.cpu()}, provenance=provenance(),
@@ -196,25 +172,25 @@ def write(witness: Witness, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata=metadata)
     except OSError as error:
-        raise WitnessError(f"cannot write {path}: {error.strerror}.") from error
+        raise ParityError(f"cannot write {path}: {error.strerror}.") from error
 
 
 def read(path: Path) -> tuple[Witness, dict[str, str]]:
-    """Read a witness file; raises WitnessError for anything that is not one, or was changed."""
+    """Read a witness file; raises ParityError for anything that is not one, or was changed."""
     if not path.is_file():
-        raise WitnessError(f"{path} does not exist or is not a file.")
+        raise ParityError(f"{path} does not exist or is not a file.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError) as error:
-        raise WitnessError(f"{path} is not a safetensors file: {error}.") from error
+        raise ParityError(f"{path} is not a safetensors file: {error}.") from error
     schema = metadata.get("schema")
     if schema != SCHEMA:
-        raise WitnessError(f"{path} has witness schema {schema!r}, this version reads {SCHEMA!r}.")
+        raise ParityError(f"{path} has witness schema {schema!r}, this version reads {SCHEMA!r}.")
     found = sha256(tensors[name] for name in sorted(tensors))
     if found != metadata.get("outputs_sha256"):
-        raise WitnessError(
+        raise ParityError(
             f"{path}: the output bits were changed: their SHA-256 is {found[:16]}..., recorded was "
             f"{str(metadata.get('outputs_sha256'))[:16]}...; record the witness anew."
         )
@@ -233,15 +209,18 @@ def _witness(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -
             provenance=json.loads(metadata["provenance"]),
         )
     except (KeyError, ValueError) as error:
-        raise WitnessError(f"{path}: broken metadata: {error}.") from error
-    known = {"model": set(arithmetic.MODELS), "dot": set(arithmetic.UNITS)}
+        raise ParityError(f"{path}: broken metadata: {error}.") from error
+    known = {
+        "model": set(models.MODELS),
+        "dot": {unit.name for chip in CHIPS.values() for unit in chip.units},
+    }
     known["kernel"] = {witness.subject}
     if witness.subject not in known.get(witness.kind, ()):
-        raise WitnessError(f"{path}: no reference for {witness.kind} {witness.subject!r}.")
+        raise ParityError(f"{path}: no reference for {witness.kind} {witness.subject!r}.")
     if witness.kind == "kernel" and witness.recipe not in ALL:
-        raise WitnessError(f"{path}: unknown recipe {witness.recipe!r}.")
+        raise ParityError(f"{path}: unknown recipe {witness.recipe!r}.")
     if not _consistent(witness):
-        raise WitnessError(
+        raise ParityError(
             f"{path}: the metadata contradict each other: {witness.kind} {witness.subject!r} with "
             f"detail {witness.detail!r} and recipe {witness.recipe!r}."
         )
@@ -251,7 +230,7 @@ def _witness(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -
 def _consistent(witness: Witness) -> bool:
     """Whether subject, detail and recipe speak of one thing."""
     if witness.kind == "model":
-        instruction = arithmetic.MODELS[witness.subject].instruction
+        instruction = models.MODELS[witness.subject].instruction
         return witness.detail == instruction and not witness.recipe
     if witness.kind == "dot":
         return f'"unit": "{witness.subject}"' in witness.detail and not witness.recipe
@@ -259,33 +238,33 @@ def _consistent(witness: Witness) -> bool:
 
 
 def check(path: Path) -> int:
-    """Verify one witness; return how many outputs were compared, or raise WitnessError."""
+    """Verify one witness; return how many outputs were compared, or raise ParityError."""
     witness, metadata = read(path)
     try:
         inputs = inputs_of(witness)
         found = sha256(inputs)
         if found != metadata.get("inputs_sha256"):
-            raise WitnessError(
+            raise ParityError(
                 f"{path}: the inputs of seed {witness.seed} have SHA-256 {found[:16]}..., recorded "
                 f"was {str(metadata.get('inputs_sha256'))[:16]}...; the generator has changed."
             )
         expected = expected_of(witness, inputs)
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         text = (str(error).splitlines() or [""])[0]
-        raise WitnessError(f"{path}: the case cannot be replayed: {text}") from error
+        raise ParityError(f"{path}: the case cannot be replayed: {text}") from error
     if expected.keys() != witness.tensors.keys():
-        raise WitnessError(f"{path} holds {sorted(witness.tensors)}, expected {sorted(expected)}.")
+        raise ParityError(f"{path} holds {sorted(witness.tensors)}, expected {sorted(expected)}.")
     for name, want in expected.items():
         _compare(path, witness, name, witness.tensors[name], want)
     compared = sum(t.numel() for t in expected.values())
     if not compared:
-        raise WitnessError(f"{path} holds no output, so it witnesses nothing.")
+        raise ParityError(f"{path} holds no output, so it witnesses nothing.")
     return compared
 
 
 def _compare(path: Path, witness: Witness, name: str, got: Tensor, want: Tensor) -> None:
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise WitnessError(
+        raise ParityError(
             f"{path}: {name} is {got.dtype} {list(got.shape)}, expected {want.dtype} "
             f"{list(want.shape)}."
         )
@@ -293,7 +272,7 @@ def _compare(path: Path, witness: Witness, name: str, got: Tensor, want: Tensor)
     if bool(wrong.any()):
         at = [int(n) for n in wrong.nonzero()[0]]
         seen, right = (int(t[tuple(at)]) & 0xFFFFFFFF for t in (got, want))
-        raise WitnessError(
+        raise ParityError(
             f"{path}: {witness.kind} {witness.subject} gave 0x{seen:x} at {name}{at} on the GPU, "
             f"the reference gives 0x{right:x}; {int(wrong.sum())} of {wrong.numel()} differ."
         )
@@ -304,8 +283,8 @@ def paths_of(paths: Iterable[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in [Path(p) for p in paths] or [SHIPPED]:
         if not path.exists():
-            raise WitnessError(f"{path} does not exist.")
+            raise ParityError(f"{path} does not exist.")
         found += sorted(path.glob("**/*.safetensors")) if path.is_dir() else [path]
     if not found:
-        raise WitnessError("no witness file (*.safetensors) found; name one, or a folder of them.")
+        raise ParityError("no witness file (*.safetensors) found; name one, or a folder of them.")
     return found

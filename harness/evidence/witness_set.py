@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from moe_parity.harness import stages
 from moe_parity.harness.calling import isolate
 from moe_parity.harness.evidence import witness
-from moe_parity.harness.evidence.witness import WitnessError
 from moe_parity.harness.silicon.models import MODELS, DotCase
-from moe_parity.kernels import Kernel, KernelError, all_kernels, find, load_file
+from moe_parity.kernels import Kernel, all_kernels, find, load_file
 from moe_parity.kernels.registry import builtin
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, InputDtype, ScaleFormat, Stage, Values
+from moe_parity.references.language import Case
 
 SEED = 11
 CHILDREN = 6
@@ -31,47 +28,11 @@ DOTS = (
 )
 
 
-GROUPED = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, seed=SEED)
-ACTIVATED = Case(m=128, e=5, i=256, values=Values.AIMED, seed=SEED)
-SUMMED = Case(m=24, e=8, k=8, h=256, values=Values.AIMED, seed=SEED)
-"""Cases of the middle stages; other sizes are added where a kernel takes another path."""
-
-
 def cases(kernel: Kernel) -> Iterator[Case]:
     """Yield the cases in which a kernel is witnessed."""
-    if kernel.stage is Stage.LAYER:
-        return
-    for case in middle_cases(kernel) if kernel.stage in stages.MIDDLE else quant_cases(kernel):
-        if kernel.supports(case, "cuda") is None:
+    for case in kernel.stage.witness_cases():
+        if kernel.declines(case, "cuda") is None:
             yield case
-
-
-def quant_cases(kernel: Kernel) -> Iterator[Case]:
-    """Yield the aimed cases of a quantizer: formats and input types."""
-    weights = kernel.stage is Stage.WEIGHT_QUANT
-    plain = dataclasses.replace(
-        Case(i=200, h=300) if weights else Case(m=24, h=512), values=Values.AIMED, seed=SEED
-    )
-    for scale in ScaleFormat:
-        for dtype in (InputDtype.BF16,) if weights else (InputDtype.BF16, InputDtype.FP32):
-            yield dataclasses.replace(plain, scale=scale, dtype=dtype)
-
-
-def middle_cases(kernel: Kernel) -> Iterator[Case]:
-    """Yield the aimed cases of a middle stage's kernel."""
-    if kernel.stage in (Stage.FC1, Stage.FC2):
-        dense = dataclasses.replace(GROUPED, e=1, k=1, m=48)
-        shape = dense if kernel.supports(GROUPED, "cuda") else GROUPED
-        yield shape
-        yield dataclasses.replace(shape, scale=ScaleFormat.UE8M0)
-        if kernel.triton:
-            yield dataclasses.replace(shape, m=65, h=256, i=128)
-    elif kernel.stage in (Stage.SWIGLU, Stage.SWIGLU_QUANT):
-        for scale in ScaleFormat if kernel.stage is Stage.SWIGLU_QUANT else (ScaleFormat.FP32,):
-            for clamp in (None, 9.97):
-                yield dataclasses.replace(ACTIVATED, scale=scale, clamp=clamp)
-    else:
-        yield SUMMED
 
 
 def record(out: Path, names: Iterable[str] = ()) -> int:
@@ -83,10 +44,7 @@ def record(out: Path, names: Iterable[str] = ()) -> int:
     """
     names = list(names)
     witness.provenance()  # refuses at once where there is no GPU
-    try:
-        kernels = [find(name) for name in names] or all_kernels()
-    except KernelError as error:
-        raise ParityError(str(error)) from None
+    kernels = [find(name) for name in names] or all_kernels()
     made = 0
     if not names:
         for name in MODELS:
@@ -126,23 +84,8 @@ def record_kernel(out: str, name: str, file: str = "") -> None:
         return
     for case in cases(kernel):
         recipe = kernel.recipes(case, "cuda")[0]
-        kept = witness.of_kernel(kernel, case, recipe, _vendor(kernel))
+        kept = witness.of_kernel(kernel, case, recipe, kernel.versions())
         _write(kept, Path(out) / f"{kernel.name}-{case.id}.safetensors")
-
-
-def _vendor(kernel: Kernel) -> Mapping[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    from moe_parity.kernels.vendors.vllm import package as vllm_package
-
-    if kernel.name.startswith("vllm"):
-        return {"vllm": vllm_package.package().version}
-    if kernel.name.startswith("deepgemm"):
-        try:
-            return {"sgl-deep-gemm": version("sgl-deep-gemm")}
-        except PackageNotFoundError:
-            return {}
-    return {}
 
 
 def _write(kept: witness.Witness, path: Path) -> int:
@@ -161,7 +104,7 @@ def verify(paths: Iterable[str | Path] = ()) -> int:
     for path in witness.paths_of(paths):
         try:
             compared = witness.check(path)
-        except WitnessError as error:
+        except ParityError as error:
             red += 1
             print(f"red   {error}")
         else:

@@ -9,7 +9,6 @@ record, when nothing ran, and when a check failed in a test that passed.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from hypothesis import settings as hypothesis_settings
 
 from moe_parity.harness.session import environment
 from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label, item_name
+from moe_parity.harness.session.skips import LOST_GPU, why_of
+from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import (
     ITEM_CHECK,
     Record,
@@ -35,9 +36,8 @@ from moe_parity.reports.records import (
     from_json,
     to_line,
 )
-from moe_parity.reports.results import FILE_NAME, ResultsError, Writer, merge, prepare, write
+from moe_parity.reports.results import FILE_NAME, Writer, merge, prepare, write
 
-_WANTS_GPU = re.compile(r"\b(gpus?|cuda|hopper|h100|h200|sm_?\d+)\b", re.IGNORECASE)
 _FLAGS = ("graph", "poison")
 
 
@@ -123,7 +123,7 @@ class Session:
             if not self.config.pluginmanager.hasplugin("dsession"):
                 name = f"results-{self._worker or 'main'}.jsonl"
                 self._writer = Writer(self._parts / name, self._info)
-        except (ResultsError, OSError) as error:
+        except (ParityError, OSError) as error:
             raise pytest.UsageError(str(error)) from None
 
     @pytest.hookimpl(optionalhook=True)
@@ -201,7 +201,9 @@ class Session:
         if report.skipped:
             running.skipped = running.skipped or reason_of(report)
             running.expected_failure = hasattr(report, "wasxfail")
-            if self.require_gpu and not running.expected_failure:
+            why = why_of(call.excinfo.value if call.excinfo else None)
+            running.why = running.why or (why.value if why else "")
+            if self.require_gpu and why in LOST_GPU:
                 self._refuse_skip(report, running)
         elif report.failed and running.failed is None:
             error = call.excinfo.value if call.excinfo else None
@@ -209,11 +211,9 @@ class Session:
         return report
 
     def _refuse_skip(self, report: pytest.TestReport, running: Item) -> None:
-        reason = running.skipped or ""
-        if _WANTS_GPU.search(reason):
-            report.outcome = "failed"
-            report.longrepr = f"a GPU is required, and the test was skipped: {reason}"
-            running.failed, running.skipped = report.longrepr, None
+        report.outcome = "failed"
+        report.longrepr = f"a GPU is required, and the test was skipped: {running.skipped}"
+        running.failed, running.skipped = report.longrepr, None
 
     def _write(self, record: Record) -> None:
         if self._writer is not None:
@@ -251,7 +251,7 @@ class Session:
             )
             if self.out is not None:
                 self._publish(Run(self._info, records, end), self.out)
-        except ResultsError as error:
+        except ParityError as error:
             self.notes.append(str(error))
             session.exitstatus = int(exitstatus) or 1
             return  # the parts stay where they are

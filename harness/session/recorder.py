@@ -15,7 +15,7 @@ from typing import Any
 from moe_parity.reports.records import ITEM_CHECK, SEVERITY, Record, Verdict
 
 FIELDS = frozenset(f.name for f in fields(Record))
-LABELS = ("kernel", "recipe", "stage", "scale", "layout", "dtype", "clamp", "ep", "shape")
+LABELS = ("kernel", "recipe", "stage", "scale", "mid", "layout", "dtype", "clamp", "ep", "shape")
 """Fields that say what was tested; a marker, a parameter or a check may set them."""
 
 _SET_BY_RECORDER = frozenset({"id", "nodeid", "suite", "examples"})
@@ -60,6 +60,8 @@ class Item:
     labels: Mapping[str, Any] = field(default_factory=dict)
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: str | None = None
+    why: str = ""
+    """The kind of the skip's reason, where it has one."""
     failed: str | None = None
     expected_failure: bool = False
     seconds: float = 0.0
@@ -184,6 +186,7 @@ class Recorder:
             verdict=verdict,
             message=message,
             reason=(item.skipped or "") if verdict == "skip" else "",
+            why=item.why if verdict == "skip" else "",
             seconds=item.seconds,
             examples=max((c["examples"] for c in item.checks.values()), default=0),
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from moe_parity.harness.silicon.models import DotCase, Model
+from moe_parity.references.chips import REFERENCE
 
 _BLOCK = 1024
 
@@ -123,6 +124,5 @@ def run_dot(case: DotCase, a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tens
 
 def unit_of(ptx: str) -> str:
     """Return the name of the unit that a kernel's PTX uses, or ``other``."""
-    wgmma = "wgmma.mma_async" in ptx and "e4m3.e4m3" in ptx
-    mma = "mma.sync.aligned.m16n8k16" in ptx and "f32.f16.f16.f32" in ptx
-    return "wgmma_fp8" if wgmma and not mma else "mma_f16" if mma and not wgmma else "other"
+    unit = REFERENCE.unit_of(ptx)
+    return "other" if unit is None else unit.name

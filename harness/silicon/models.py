@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic import formats, random_bits, rounding, special
+from moe_parity.references.arithmetic import formats, random_bits, rounding
 from moe_parity.references.arithmetic.formats import from_bits
-from moe_parity.references.chips import tensor_core
+from moe_parity.references.chips import special
 
 Function = Callable[..., Tensor]
 
@@ -178,9 +178,6 @@ def arguments(model: Model, count: int, seed: int, device: str = "cpu") -> tuple
 def result_bits(value: Tensor) -> Tensor:
     """Return a model's result as int32 words, NaN already canonical."""
     return value if value.dtype is torch.int32 else formats.bits_of(value)
-
-
-UNITS = {unit.name: unit for unit in (tensor_core.WGMMA_FP8, tensor_core.MMA_F16)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ order, and nothing is atomic, so the layout is a function of the ids alone.  ``s
 numbers, ``pairs`` where a block is not full; ``block_expert`` holds -1 past the last block.
 """
 
+# Triton kernels have no Python types: their arguments are pointers and compile-time constants.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import triton

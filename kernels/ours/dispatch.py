@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-from moe_parity.kernels.errors import KernelError
+from moe_parity.references.errors import ParityError
 
 DECODE_TOKENS = 32
 """Most tokens per rank that take the decode path."""
@@ -119,26 +119,26 @@ def opted_out() -> bool:
     """Whether the environment turns the decode path off; read once."""
     value = os.environ.get(OPT_OUT, "1")
     if value not in ("0", "1"):
-        raise KernelError(f"{OPT_OUT} must be 0 or 1, got {value!r}.")
+        raise ParityError(f"{OPT_OUT} must be 0 or 1, got {value!r}.")
     return value == "0"
 
 
 def choose(request: Request, force: Path | str | None = None) -> Choice:
     """Return the path of a request; ``force`` asks for one.
 
-    Raises KernelError for what neither path does, LoRA and other input types, and for a forced
+    Raises ParityError for what neither path does, LoRA and other input types, and for a forced
     decode path that a condition other than the number of tokens forbids.
     """
     if request.has_lora:
-        raise KernelError("run_moe: LoRA needs the BF16 activation, which this layer never has.")
+        raise ParityError("run_moe: LoRA needs the BF16 activation, which this layer never has.")
     if not request.is_quantized and request.dtype is not torch.bfloat16:
-        raise KernelError(f"run_moe: x must be bfloat16, or uint8 codes with x_scale, got {request.dtype}.")  # fmt: skip  # noqa: E501
+        raise ParityError(f"run_moe: x must be bfloat16, or uint8 codes with x_scale, got {request.dtype}.")  # fmt: skip  # noqa: E501
     unmet = [c for c in CONDITIONS if not c.holds(request)]
     if force is not None:
         forced = Path(force)
         hard = [c for c in unmet if c.name != "tokens"]
         if forced is Path.DECODE and hard:
-            raise KernelError(f"run_moe: the decode path cannot be forced: {hard[0].otherwise}.")
+            raise ParityError(f"run_moe: the decode path cannot be forced: {hard[0].otherwise}.")
         return Choice(path=forced, reason=f"the {forced} path was asked for.")
     if opted_out():
         return Choice(path=Path.LARGE, reason=f"{OPT_OUT}=0 turns the decode path off.")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.errors import KernelError
-from moe_parity.kernels.ours import dispatch, quant
-from moe_parity.kernels.ours import steps as stages
+from moe_parity.kernels.ours import dispatch, quant, steps
 from moe_parity.kernels.ours.dispatch import Choice, Path, Request
 from moe_parity.kernels.ours.steps import Activation
 from moe_parity.kernels.ours.validate import check_codes, check_scales
+from moe_parity.references.errors import ParityError
+from moe_parity.references.stages.layer.operands import Experts, Trace
 
 BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
 """Tokens of an expert's block."""
@@ -25,33 +25,10 @@ BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertWeights:
-    """The experts of this rank, as :func:`register_experts` checked them.
-
-    w13 uint8 [E, 2 I, H] (gate rows first), w13_scale fp32 [E, ceil(2 I / 128), H / 128], w2 uint8
-    [E, H, I], w2_scale fp32 [E, ceil(H / 128), I / 128], biases fp32 [E, 2 I] and [E, H] or None.
-    ``first`` is the global id of expert 0.
-    """
-
-    w13: Tensor
-    w13_scale: Tensor
-    w2: Tensor
-    w2_scale: Tensor
-    first: int = 0
-    bias13: Tensor | None = None
-    bias2: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """Experts on this rank."""
-        return self.w13.shape[0]
-
-
-def register_experts(experts: ExpertWeights) -> ExpertWeights:
+def register_experts(experts: Experts) -> Experts:
     """Check shapes, dtypes and values once, where weights are loaded; return the experts.
 
-    Raises KernelError, in a sentence, for the first thing that is wrong; looks at every value, so
+    Raises ParityError, in a sentence, for the first thing that is wrong; looks at every value, so
     it waits for the GPU.
     """
     _check_shapes(experts)
@@ -62,17 +39,18 @@ def register_experts(experts: ExpertWeights) -> ExpertWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
-    """What the stages of one call left behind, rows in (token, k) order."""
+class Work:
+    """A call that was checked, with all that was asked for."""
 
     choice: Choice
-    act_codes: Tensor
-    act_scales: Tensor
-    aligned: stages.Alignment
-    fc1: Tensor
-    mid_codes: Tensor
-    mid_scales: Tensor
-    fc2: Tensor
+    x: Tensor
+    x_scale: Tensor | None
+    ids: Tensor
+    weights: Tensor | None
+    experts: Experts
+    how: Activation
+    power_of_two: bool
+    mid_power_of_two: bool
     out: Tensor
 
 
@@ -80,7 +58,7 @@ def run_moe(
     x: Tensor,
     ids: Tensor,
     weights: Tensor | None,
-    experts: ExpertWeights,
+    experts: Experts,
     *,
     x_scale: Tensor | None = None,
     limit: float | Tensor | None = None,
@@ -88,6 +66,7 @@ def run_moe(
     alpha: float = 1.0,
     beta: float = 0.0,
     power_of_two: bool = False,
+    mid_power_of_two: bool | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     lora: object | None = None,
@@ -99,14 +78,16 @@ def run_moe(
     ``x`` [M, H] is bf16, or uint8 codes with ``x_scale`` fp32 [M, H / 128].  ``ids`` [M, k] are
     global expert ids, int32 or int64; pairs of other ranks, -1 and ids past the end are dropped.
     ``weights`` [M, k] are fp32, None for ones.  ``limit`` clamps ``before`` or ``after`` SiLU, one
-    number or fp32 [E].  ``path`` forces ``decode`` or ``large``; ``validate`` looks at values and
-    waits for the GPU.  Nothing else does, and a call may be captured in a CUDA graph once its
-    kernels are compiled (:func:`prewarm`).  Raises KernelError, in a sentence, for bad input.
+    number or fp32 [E].  ``power_of_two`` rounds the scales of both quantizations up to powers of
+    two, ``mid_power_of_two`` says otherwise for the second one.  ``path`` forces ``decode`` or
+    ``large``; ``validate`` looks at values and waits for the GPU.  Nothing else does, and a call
+    may be captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises
+    ParityError, in a sentence, for bad input.
     """
     return run_stages(
         x, ids, weights, experts, x_scale=x_scale, limit=limit, clamp=clamp, alpha=alpha, beta=beta,
-        power_of_two=power_of_two, out=out, out_dtype=out_dtype, lora=lora, path=path,
-        validate=validate,
+        power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, out=out, out_dtype=out_dtype,
+        lora=lora, path=path, validate=validate,
     ).out  # fmt: skip
 
 
@@ -114,7 +95,7 @@ def run_stages(
     x: Tensor,
     ids: Tensor,
     weights: Tensor | None,
-    experts: ExpertWeights,
+    experts: Experts,
     *,
     x_scale: Tensor | None = None,
     limit: float | Tensor | None = None,
@@ -122,12 +103,13 @@ def run_stages(
     alpha: float = 1.0,
     beta: float = 0.0,
     power_of_two: bool = False,
+    mid_power_of_two: bool | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     lora: object | None = None,
     path: Path | str | None = None,
     validate: bool = False,
-) -> Stages:
+) -> Trace:
     """Run the layer as :func:`run_moe` does and return every stage's tensors."""
     choice = plan(
         x, experts, x_scale=x_scale, limit=limit, alpha=alpha, beta=beta, out=out, lora=lora,
@@ -139,7 +121,6 @@ def run_stages(
         register_experts(experts)
         if x_scale is not None:
             check_scales(x_scale, name="x_scale")
-    run = _decode if choice.path is Path.DECODE else _large
     result = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     how = Activation(
         clamp="none" if limit is None else clamp,
@@ -148,12 +129,18 @@ def run_stages(
         alpha=alpha,
         beta=beta,
     )
-    return run(choice, x, x_scale, ids, weights, experts, how, power_of_two, result)
+    mid = power_of_two if mid_power_of_two is None else mid_power_of_two
+    return _layer(
+        Work(
+            choice=choice, x=x, x_scale=x_scale, ids=ids, weights=weights, experts=experts, how=how,
+            power_of_two=power_of_two, mid_power_of_two=mid, out=result,
+        )
+    )  # fmt: skip
 
 
 def plan(
     x: Tensor,
-    experts: ExpertWeights,
+    experts: Experts,
     *,
     x_scale: Tensor | None = None,
     limit: float | Tensor | None = None,
@@ -177,64 +164,25 @@ def plan(
     return dispatch.choose(request, path)
 
 
-def _decode(
-    choice: Choice,
-    x: Tensor,
-    x_scale: Tensor | None,
-    ids: Tensor,
-    weights: Tensor | None,
-    experts: ExpertWeights,
-    how: Activation,
-    power_of_two: bool,
-    out: Tensor,
-) -> Stages:
-    """Take the decode path; a seam for tests that record what each path is handed."""
-    return _layer(choice, x, x_scale, ids, weights, experts, how, power_of_two, out)
-
-
-def _large(
-    choice: Choice,
-    x: Tensor,
-    x_scale: Tensor | None,
-    ids: Tensor,
-    weights: Tensor | None,
-    experts: ExpertWeights,
-    how: Activation,
-    power_of_two: bool,
-    out: Tensor,
-) -> Stages:
-    """Take the large-batch path."""
-    return _layer(choice, x, x_scale, ids, weights, experts, how, power_of_two, out)
-
-
-def _layer(
-    choice: Choice,
-    x: Tensor,
-    x_scale: Tensor | None,
-    ids: Tensor,
-    weights: Tensor | None,
-    experts: ExpertWeights,
-    how: Activation,
-    power_of_two: bool,
-    out: Tensor,
-) -> Stages:
-    if x_scale is None:
-        codes, scales = quant.act_quant(x, scale="ue8m0" if power_of_two else "fp32")
-    else:
-        codes, scales = x, x_scale
-    first, count, pairs = experts.first, experts.count, ids.numel()
-    aligned = stages.align(ids, first, count, BLOCK[choice.path])
-    fc1 = stages.grouped_gemm(
+def _layer(work: Work) -> Trace:
+    """Run the steps; a seam for tests that record what each path is handed."""
+    ids, experts, pairs = work.ids, work.experts, work.ids.numel()
+    codes, scales = work.x, work.x_scale
+    if scales is None:
+        codes, scales = quant.act_quant(work.x, scale="ue8m0" if work.power_of_two else "fp32")
+    first, count = experts.first, experts.count
+    aligned = steps.align(ids, first, count, BLOCK[work.choice.path])
+    fc1 = steps.grouped_gemm(
         codes, scales, experts.w13, experts.w13_scale, aligned, pairs, ids.shape[1], experts.bias13
     )
-    mid, mid_scales = stages.swiglu_quant(fc1, ids, first, count, how, power_of_two)
-    fc2 = stages.grouped_gemm(
+    mid, mid_scales = steps.swiglu_quant(fc1, ids, first, count, work.how, work.mid_power_of_two)
+    fc2 = steps.grouped_gemm(
         mid, mid_scales, experts.w2, experts.w2_scale, aligned, pairs, 1, experts.bias2
     )
-    stages.combine(fc2, weights, ids, first, count, out)
-    return Stages(
-        choice=choice, act_codes=codes, act_scales=scales, aligned=aligned, fc1=fc1,
-        mid_codes=mid, mid_scales=mid_scales, fc2=fc2, out=out,
+    steps.combine(fc2, work.weights, ids, first, count, work.out)
+    return Trace(
+        act_codes=codes, act_scales=scales, fc1=fc1, mid_codes=mid, mid_scales=mid_scales,
+        fc2=fc2, out=work.out,
     )  # fmt: skip
 
 
@@ -245,12 +193,12 @@ def token_classes(topk: int) -> tuple[int, ...]:
     one program aligns (16 to 128), and the alignment of more pairs.
     """
     rows = {1, 2, 4, 8, 16, 32, 33}
-    pairs = (16, 32, 64, stages.SMALL_PAIRS, stages.SMALL_PAIRS + 1)
+    pairs = (16, 32, 64, steps.SMALL_PAIRS, steps.SMALL_PAIRS + 1)
     return tuple(sorted(rows | {-(-count // topk) for count in pairs} | {p // topk for p in pairs if p >= topk}))  # fmt: skip  # noqa: E501
 
 
 def prewarm(
-    experts: ExpertWeights,
+    experts: Experts,
     *,
     topk: int,
     tokens: Iterable[int] | None = None,
@@ -278,16 +226,16 @@ def prewarm(
     return calls
 
 
-def _check_shapes(experts: ExpertWeights) -> None:
+def _check_shapes(experts: Experts) -> None:
     if experts.w13.dim() != 3 or experts.w2.dim() != 3:
-        raise KernelError("experts: w13 must be [E, 2 I, H] and w2 [E, H, I].")
+        raise ParityError("experts: w13 must be [E, 2 I, H] and w2 [E, H, I].")
     count, double, hidden = experts.w13.shape
     width = double // 2
     if hidden % 128 or width % 128 or double % 2:
-        raise KernelError(
+        raise ParityError(
             f"experts: H = {hidden} and I = {width} must be multiples of 128 (the scale's block)."
         )
-    wanted = {
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "w13": ((count, double, hidden), torch.uint8),
         "w13_scale": ((count, double // 128, hidden // 128), torch.float32),
         "w2": ((count, hidden, width), torch.uint8),
@@ -303,7 +251,7 @@ def _check_shapes(experts: ExpertWeights) -> None:
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
-        raise KernelError(
+        raise ParityError(
             f"run_moe: {name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} "
             f"{list(tensor.shape)} with strides {tensor.stride()}."
         )
@@ -314,18 +262,20 @@ def _check_call(
     x_scale: Tensor | None,
     ids: Tensor,
     weights: Tensor | None,
-    experts: ExpertWeights,
+    experts: Experts,
     limit: float | Tensor | None,
     clamp: str,
     out: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
     _check_shapes(experts)
+    if x.dim() != 2:
+        raise ParityError(f"run_moe: x must be [M, H], got shape {list(x.shape)}.")
     tokens, hidden = x.shape
     if hidden != experts.w13.shape[2]:
-        raise KernelError(f"run_moe: x has H = {hidden}, the experts {experts.w13.shape[2]}.")
+        raise ParityError(f"run_moe: x has H = {hidden}, the experts {experts.w13.shape[2]}.")
     if ids.dim() != 2 or ids.shape[0] != tokens or ids.dtype not in (torch.int32, torch.int64):
-        raise KernelError(
+        raise ParityError(
             f"run_moe: ids must be int32 or int64 [{tokens}, k], got {ids.dtype} {list(ids.shape)}."
         )
     _check("ids", ids, tuple(ids.shape), ids.dtype)
@@ -333,24 +283,24 @@ def _check_call(
         _check("weights", weights, tuple(ids.shape), torch.float32)
     if x_scale is not None:
         if x.dtype is not torch.uint8 or x_scale.shape != (tokens, hidden // 128):
-            raise KernelError(
+            raise ParityError(
                 f"run_moe: quantized x must be uint8 with x_scale float32 "
                 f"{[tokens, hidden // 128]}, got {x.dtype} and {list(x_scale.shape)}."
             )
         if x.stride(1) != 1 or x_scale.dtype is not torch.float32:
-            raise KernelError("run_moe: quantized x needs contiguous rows and float32 scales.")
+            raise ParityError("run_moe: quantized x needs contiguous rows and float32 scales.")
     if clamp not in ("before", "after"):
-        raise KernelError(f"run_moe: clamp must be 'before' or 'after' SiLU, got {clamp!r}.")
+        raise ParityError(f"run_moe: clamp must be 'before' or 'after' SiLU, got {clamp!r}.")
     if isinstance(limit, Tensor):
         _check("limit", limit, (experts.count,), torch.float32)
     elif limit is not None and not limit > 0:
-        raise KernelError(f"run_moe: limit must be positive, got {limit}.")
+        raise ParityError(f"run_moe: limit must be positive, got {limit}.")
     if out_dtype not in OUTPUTS:
-        raise KernelError(f"run_moe: the output is bf16, fp16 or fp32, not {out_dtype}.")
+        raise ParityError(f"run_moe: the output is bf16, fp16 or fp32, not {out_dtype}.")
     if out is not None and (
         out.shape != x.shape or out.dtype is not out_dtype or out.stride(1) != 1
     ):
-        raise KernelError(
+        raise ParityError(
             f"run_moe: out must be {out_dtype} {list(x.shape)} with contiguous rows, got "
             f"{out.dtype} {list(out.shape)} with strides {out.stride()}."
         )

@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import plain_allocator, scale_strides
-from moe_parity.kernels.errors import KernelError
 from moe_parity.kernels.ours import quant_kernels as kernels
 from moe_parity.kernels.virtual_gpu import dispatch
-from moe_parity.references.language import ScaleFormat, ScaleLayout
+from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, ScaleLayout
+from moe_parity.references.errors import ParityError
 
-BLOCK = 128
 GROUPS = (64, 128)
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,20 +31,14 @@ def act_quant(
     ``x`` is bf16, fp16 or fp32 with any strides; K is a multiple of the group, which is 64 or 128.
     Returns E4M3 codes as uint8 [M, K] and scales: fp32 [M, K / group] in the given layout, or for
     ``ue8m0packed`` int32 [M, ceil(K / group / 4)] in the TMA layout.  Recipe ``ours``.
-    Raises KernelError, in a sentence, for anything else.
+    Raises ParityError, in a sentence, for anything else.
     """
     scale, layout = ScaleFormat(scale), ScaleLayout(layout)
     check_input("act_quant", x, group)
     rows, columns = x.shape
-    groups = columns // group
-    new = plain_allocator(x.device)
-    codes = new("codes", (rows, columns), (columns, 1), torch.uint8)
-    if scale is ScaleFormat.UE8M0_PACKED:
-        words = -(-groups // 4)
-        strides = scale_strides(rows, words, ScaleLayout.TMA)
-        scales = new("scales", (rows, words), strides, torch.int32)
-    else:
-        scales = new("scales", (rows, groups), scale_strides(rows, groups, layout), torch.float32)
+    shape, strides, dtype = scale.stored(rows, columns // group, layout)
+    codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
+    scales = torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
     act_quant_out(x, codes, scales, group, scale.is_power_of_two)
     return codes, scales
 
@@ -55,7 +47,7 @@ def weight_quant(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
     """Quantize one expert's weight ``w`` [N, K] in 128 x 128 tiles, edges ragged.
 
     ``w`` is bf16, fp16 or fp32 with any strides.  Returns codes uint8 [N, K] and fp32 scales
-    [ceil(N / 128), ceil(K / 128)].  Recipe ``ours``.  Raises KernelError for anything else.
+    [ceil(N / 128), ceil(K / 128)].  Recipe ``ours``.  Raises ParityError for anything else.
     """
     check_input("weight_quant", w, None)
     rows, columns = w.shape
@@ -71,12 +63,12 @@ def requantize_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = codes.shape
     shape = (-(-rows // BLOCK), -(-columns // BLOCK))
     if codes.dtype is not torch.uint8 or codes.stride(1) != 1:
-        raise KernelError(
+        raise ParityError(
             f"requantize_weight: codes must be uint8 with contiguous rows, got {codes.dtype} with "
             f"strides {codes.stride()}; view FP8 weights as uint8."
         )
     if scales.dtype is not torch.float32 or scales.shape != shape or not scales.is_contiguous():
-        raise KernelError(
+        raise ParityError(
             f"requantize_weight: scales must be contiguous float32 {list(shape)}, got "
             f"{scales.dtype} {list(scales.shape)} with strides {scales.stride()}."
         )
@@ -147,30 +139,30 @@ def _(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
 
 
 def check_input(op: str, x: Tensor, group: int | None) -> None:
-    """Raise KernelError where ``x`` cannot be quantized: dtype, rank, group, K."""
+    """Raise ParityError where ``x`` cannot be quantized: dtype, rank, group, K."""
     if x.dtype not in INPUTS:
-        raise KernelError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}.")
+        raise ParityError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}.")
     if x.dim() != 2:
-        raise KernelError(f"{op}: x must be [rows, columns], got shape {list(x.shape)}.")
+        raise ParityError(f"{op}: x must be [rows, columns], got shape {list(x.shape)}.")
     if group is None:
         return
     if group not in GROUPS:
-        raise KernelError(f"{op}: group must be 64 or 128, got {group}.")
+        raise ParityError(f"{op}: group must be 64 or 128, got {group}.")
     if x.shape[1] % group or not x.shape[1]:
-        raise KernelError(f"{op}: K = {x.shape[1]} is not a positive multiple of group {group}.")
+        raise ParityError(f"{op}: K = {x.shape[1]} is not a positive multiple of group {group}.")
 
 
 def _check_output(
     op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     if out.dtype is not dtype or out.shape != shape:
-        raise KernelError(
+        raise ParityError(
             f"{op}: {name} must be {dtype} {list(shape)}, got {out.dtype} {list(out.shape)}."
         )
     if out.device != x.device:
-        raise KernelError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
+        raise ParityError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
     overlaps = out.numel() > 0 and any(
         n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
     )
     if overlaps or (name == "codes" and out.shape[1] > 1 and out.stride(1) != 1):
-        raise KernelError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")
+        raise ParityError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")

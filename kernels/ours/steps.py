@@ -6,13 +6,14 @@ Each launches its kernel on the real or the virtual GPU.  Only metadata is looke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.errors import KernelError
 from moe_parity.kernels.ours import align_kernels, layer_kernels
 from moe_parity.kernels.virtual_gpu import dispatch
+from moe_parity.references.errors import ParityError
 
 SMALL_PAIRS = 128
 """Pairs up to which one program aligns."""
@@ -36,22 +37,28 @@ def block_bound(pairs: int, experts: int, block: int) -> int:
     return hit + (pairs - hit) // block
 
 
-def align(ids: Tensor, first: int, experts: int, block: int) -> Alignment:
+def align(
+    ids: Tensor, first: int, experts: int, block: int, *,
+    slots: Tensor | None = None, block_expert: Tensor | None = None, most: int = SMALL_PAIRS,
+) -> Alignment:  # fmt: skip
     """Sort the pairs of ``ids`` [M, k] (int32 or int64, contiguous) of experts first .. first + E.
 
-    Up to 128 pairs take one program, more take three launches; any number of experts.
+    Up to ``most`` pairs take one program, more take three launches; any number of experts.
+    ``slots`` and ``block_expert`` are memory of the caller's, as large as ``block_bound`` says.
     """
     if ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
-        raise KernelError(
+        raise ParityError(
             f"align: ids must be contiguous int32 or int64, got {ids.dtype} {ids.stride()}."
         )
     pairs = ids.numel()
     blocks = block_bound(pairs, experts, block)
-    slots = torch.empty(blocks * block, dtype=torch.int32, device=ids.device)
-    block_expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    if slots is None:
+        slots = torch.empty(blocks * block, dtype=torch.int32, device=ids.device)
+    if block_expert is None:
+        block_expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
     if pairs == 0:
         return Alignment(slots=slots, block_expert=block_expert, block=block)
-    if pairs <= SMALL_PAIRS:
+    if pairs <= most:
         dispatch(
             align_kernels.align_small_kernel, (1,),
             ids, slots, block_expert, pairs, first, experts, blocks,
@@ -85,6 +92,7 @@ def grouped_gemm(
     pairs: int,
     shared: int,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return bf16 [pairs, N]: each pair's row of ``a`` times its expert's weight.
 
@@ -93,7 +101,10 @@ def grouped_gemm(
     are not written.
     """
     _, n, k = w.shape
-    out = torch.empty((pairs, n), dtype=torch.bfloat16, device=a.device)
+    if a.stride(1) != 1:
+        raise ParityError(f"grouped_gemm: rows of a must be contiguous, strides {a.stride()}.")
+    if out is None:
+        out = torch.empty((pairs, n), dtype=torch.bfloat16, device=a.device)
     tile = 64 if aligned.block <= 32 else 128
     if aligned.block_expert.numel() == 0:
         return out
@@ -119,26 +130,69 @@ class Activation:
     alpha: float = 1.0
     beta: float = 0.0
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What is compiled in."""
+        return {
+            "CLAMP": self.clamp,
+            "SCALED": self.alpha != 1.0,
+            "SHIFTED": self.beta != 0.0,
+            "LIMITS": self.limits is not None,
+        }
+
+
+def swiglu(
+    rows: Tensor, ids: Tensor, first: int, experts: int, how: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return bf16 [P, I] of bf16 rows [P, 2 * I], contiguous; foreign rows are not written."""
+    pairs, width = rows.shape[0], _width("swiglu", rows)
+    if out is None:
+        out = torch.empty((pairs, width), dtype=torch.bfloat16, device=rows.device)
+    if pairs:
+        tile = min(16, 1 << (pairs - 1).bit_length())
+        dispatch(
+            layer_kernels.swiglu_kernel, (-(-pairs // tile), -(-width // 128)),
+            rows, out, ids, out if how.limits is None else how.limits,
+            pairs, first, experts, how.limit, how.alpha, how.beta,
+            WIDTH=width, ROWS=tile, num_warps=4, **how.constants,
+        )  # fmt: skip
+    return out
+
 
 def swiglu_quant(
-    rows: Tensor, ids: Tensor, first: int, experts: int, how: Activation, power_of_two: bool
+    rows: Tensor,
+    ids: Tensor,
+    first: int,
+    experts: int,
+    how: Activation,
+    power_of_two: bool,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [P, I] and fp32 scales [P, I / 128] of bf16 rows [P, 2 * I]."""
-    pairs, width = rows.shape[0], rows.shape[1] // 2
-    codes = torch.empty((pairs, width), dtype=torch.uint8, device=rows.device)
-    scales = torch.empty((pairs, width // 128), dtype=torch.float32, device=rows.device)
-    if pairs == 0:
-        return codes, scales
-    tile = min(16, 1 << (pairs - 1).bit_length())
-    dispatch(
-        layer_kernels.swiglu_quant_kernel, (-(-pairs // tile), width // 128),
-        rows, codes, scales, ids, scales if how.limits is None else how.limits,
-        pairs, first, experts, how.limit, how.alpha, how.beta,
-        WIDTH=width, ROWS=tile, POWER_OF_TWO=power_of_two, CLAMP=how.clamp,
-        SCALED=how.alpha != 1.0, SHIFTED=how.beta != 0.0, LIMITS=how.limits is not None,
-        num_warps=4,
-    )  # fmt: skip
+    """Return codes uint8 [P, I] and fp32 scales [P, I / 128] of bf16 rows [P, 2 * I], contiguous.
+
+    Foreign rows are not written.  ``codes`` and ``scales`` are memory of the caller's, row-major.
+    """
+    pairs, width = rows.shape[0], _width("swiglu_quant", rows)
+    if codes is None:
+        codes = torch.empty((pairs, width), dtype=torch.uint8, device=rows.device)
+    if scales is None:
+        scales = torch.empty((pairs, width // 128), dtype=torch.float32, device=rows.device)
+    if pairs:
+        tile = min(16, 1 << (pairs - 1).bit_length())
+        dispatch(
+            layer_kernels.swiglu_quant_kernel, (-(-pairs // tile), width // 128),
+            rows, codes, scales, ids, scales if how.limits is None else how.limits,
+            pairs, first, experts, how.limit, how.alpha, how.beta,
+            WIDTH=width, ROWS=tile, POWER_OF_TWO=power_of_two, num_warps=4, **how.constants,
+        )  # fmt: skip
     return codes, scales
+
+
+def _width(step: str, rows: Tensor) -> int:
+    if not rows.is_contiguous():
+        raise ParityError(f"{step}: rows must be contiguous, strides {rows.stride()}.")
+    return rows.shape[1] // 2
 
 
 def combine(
@@ -147,6 +201,8 @@ def combine(
     """Sum bf16 rows [M * k, H] into ``out`` [M, H] (bf16, fp16 or fp32), weights None for ones."""
     tokens, k = ids.shape
     columns = out.shape[1]
+    if not rows.is_contiguous():
+        raise ParityError(f"combine: rows must be contiguous, strides {rows.stride()}.")
     if tokens == 0:
         return
     block = min(1024, 1 << (columns - 1).bit_length())

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_parity.kernels.call import Allocator
-from moe_parity.kernels.errors import KernelError
 from moe_parity.kernels.virtual_gpu import dispatch
+from moe_parity.references.errors import ParityError
 
 PLATFORM = SimpleNamespace(
     is_cuda=lambda: True,
@@ -61,10 +61,10 @@ class File:
     def __init__(self, path: Path, names: tuple[str, ...], given: Mapping[str, Any]) -> None:
         """Compile ``names``; launchers see ``given`` besides torch, triton and math.
 
-        Raises KernelError where the file is missing or lacks a name.
+        Raises ParityError where the file is missing or lacks a name.
         """
         if not path.is_file():
-            raise KernelError(f"{path} does not exist: is this an unpacked vLLM wheel?")
+            raise ParityError(f"{path} does not exist: is this an unpacked vLLM wheel?")
         found = {
             node.name: node
             for node in ast.parse(path.read_text()).body
@@ -72,7 +72,7 @@ class File:
         }
         missing = [name for name in names if name not in found]
         if missing:
-            raise KernelError(f"{path} has no function {missing[0]}; this version lacks it.")
+            raise ParityError(f"{path} has no function {missing[0]}; this version lacks it.")
         kernels = [found[n] for n in names if _is_kernel(found[n])]
         # Only the innermost namespace of kernels: Triton reads their globals for its cache key.
         inside: dict[str, Any] = {

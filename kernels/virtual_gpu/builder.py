@@ -23,7 +23,7 @@ from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.plain import PlainOperations
 from moe_parity.kernels.virtual_gpu.values import Array, Value, numpy_type, signature_name
-from moe_parity.references.chips import tensor_core
+from moe_parity.references.chips import Unit, tensor_core
 
 _IMPRECISE = 2**30
 """Triton's default for E4M3 dots on sm_90: the accumulator never leaves the unit."""
@@ -58,7 +58,7 @@ class VirtualBuilder(PlainOperations):
         memory: Memory,
         *,
         num_warps: int,
-        read_unit: Callable[[], tensor_core.Unit],
+        read_unit: Callable[[], Unit],
         compiling: Callable[[], AbstractContextManager[None]],
         lanes: np.random.Generator | None,
         contract: bool = False,
@@ -76,7 +76,7 @@ class VirtualBuilder(PlainOperations):
         self.lanes = lanes
         self.program = (0, 0, 0)
         self.grid = (1, 1, 1)
-        self.unit: tensor_core.Unit | None = None
+        self.unit: Unit | None = None
         self.used: dict[str, str] = {}
         """Operation and types -> the instructions it stands for."""
         self.texts: dict[tuple[str, tuple[str, ...], str], str] = {}

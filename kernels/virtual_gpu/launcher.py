@@ -18,7 +18,7 @@ from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory, Region
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
-from moe_parity.references.chips.tensor_core import Unit
+from moe_parity.references.chips import Unit
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 

@@ -20,15 +20,13 @@ from triton.runtime.jit import create_function_from_signature
 
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.probes import probe
-from moe_parity.references.chips.tensor_core import MMA_F16, WGMMA_FP8, Unit
+from moe_parity.references.chips import REFERENCE, Unit
+from moe_parity.references.chips.chip import instructions_of
 
-TARGET = GPUTarget("cuda", 90, 32)
-"""Hopper: compute capability 9.0, warps of 32."""
+CHIP = REFERENCE
+TARGET = GPUTarget("cuda", 10 * CHIP.capability[0] + CHIP.capability[1], 32)
+"""The chip that the virtual GPU is, with warps of 32."""
 
-_UNITS = (
-    (re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3$"), WGMMA_FP8),
-    (re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32$"), MMA_F16),
-)
 _CONSTANT = re.compile(r"0f43E00000|0x43E0|0x5F00")
 """The constant of the probes, 448, in fp32, BF16 and FP16."""
 
@@ -62,16 +60,15 @@ def dot_unit(kernel: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> Unit
     Raises UnmodelledOperation where the kernel has none, several, or one without a model.
     """
     text = ptx(kernel, *args, num_warps=num_warps, **kwargs)
-    found = sorted(set(re.findall(r"\b(?:wgmma\.mma_async|w?mma)\.[\w.]+", text)))
-    units = {unit for name in found for pattern, unit in _UNITS if pattern.match(name)}
-    known = all(any(pattern.match(name) for pattern, _ in _UNITS) for name in found)
-    if len(units) == 1 and known:
-        return units.pop()
+    unit = CHIP.unit_of(text)
+    if unit is not None:
+        return unit
+    found = instructions_of(text)
     named = ", ".join(found) or "no tensor-core instruction"
     raise UnmodelledOperation(
-        f"tl.dot in {kernel.__name__} compiles to {named} (Triton {triton.__version__}, sm_90, "
-        f"{num_warps} warps), but only E4M3 dots on one unit are modelled: FP8 WGMMA, or "
-        "mma.sync m16n8k16 on FP16; change the tile, the dtypes or num_warps."
+        f"tl.dot in {kernel.__name__} compiles to {named} (Triton {triton.__version__}, "
+        f"{CHIP.architecture}, {num_warps} warps), but only E4M3 dots on one unit are modelled: "
+        "FP8 WGMMA, or mma.sync m16n8k16 on FP16; change the tile, the dtypes or num_warps."
     )
 
 

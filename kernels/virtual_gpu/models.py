@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
-from moe_parity.references.arithmetic import formats, rounding, special
+from moe_parity.references.arithmetic import formats, rounding
+from moe_parity.references.chips import special
 
 Array = np.ndarray[Any, Any]
 Model = Callable[..., Array]

@@ -12,13 +12,16 @@ Two rules hold everywhere:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-E4M3_MAX = 448.0
-"""The largest finite E4M3 value; there is no infinity."""
+BLOCK = 128
+"""Columns of K that share a scale, and rows of a weight's tile."""
 
 E4M3_NAN = 0x7F
 F32_NAN_BITS = 0x7FFFFFFF
@@ -173,3 +176,99 @@ def unpack_ue8m0(words: Tensor, groups: int) -> Tensor:
 def row_major(x: Tensor) -> Tensor:
     """Return a row-major copy; ``contiguous`` keeps odd strides where a dimension has size 1."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+# --- the formats as values ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeFormat:
+    """A format of quantized elements."""
+
+    name: str
+    bits: int
+    """Width of a code."""
+    largest: float
+    """The largest finite value; there is no infinity."""
+    rounds_to_largest: float
+    """The largest magnitude that rounds to it: the midpoint to the value that would come next."""
+    nan: int
+    """The NaN code, sign cleared."""
+    magnitude: int
+    """Mask of a code without its sign."""
+    dtype: torch.dtype
+    """What torch calls it; codes travel as uint8."""
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+    def is_nan(self, codes: Tensor) -> Tensor:
+        """Return a mask of the NaN codes."""
+        return (codes & self.magnitude) == self.nan
+
+
+E4M3 = CodeFormat(
+    name="e4m3", bits=8, largest=448.0, rounds_to_largest=464.0, nan=E4M3_NAN, magnitude=0x7F,
+    dtype=torch.float8_e4m3fn, encode=e4m3_encode, decode=e4m3_decode,
+)  # fmt: skip
+
+
+class ScaleLayout(StrEnum):
+    """How the scales of [M, groups] lie in memory."""
+
+    ROW = "row"
+    """Strides (groups, 1)."""
+    COLUMN = "col"
+    """Strides (1, M)."""
+    TMA = "tma"
+    """Strides (1, M rounded up to 4), as TMA wants rows of 16 bytes."""
+
+    def strides(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the strides, in elements, of scales [rows, columns]."""
+        if self is ScaleLayout.ROW:
+            return columns, 1
+        return 1, rows if self is ScaleLayout.COLUMN else -(-rows // 4) * 4
+
+
+class ScaleFormat(StrEnum):
+    """How scales are held."""
+
+    FP32 = "fp32"
+    UE8M0 = "ue8m0"
+    """Powers of two, held in fp32."""
+    UE8M0_PACKED = "ue8m0packed"
+    """Four exponent bytes in an int32."""
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """Whether the values are powers of two."""
+        return self is not ScaleFormat.FP32
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several scales share a word; the layout is that of TMA then."""
+        return self is ScaleFormat.UE8M0_PACKED
+
+    def stored(
+        self, rows: int, groups: int, layout: ScaleLayout
+    ) -> tuple[tuple[int, int], tuple[int, int], torch.dtype]:
+        """Return shape, strides and dtype of the tensor that holds scales [rows, groups]."""
+        if self.is_packed:
+            words = -(-groups // 4)
+            return (rows, words), ScaleLayout.TMA.strides(rows, words), torch.int32
+        return (rows, groups), layout.strides(rows, groups), torch.float32
+
+    def seen(self, scales: Tensor) -> Tensor:
+        """Return fp32 scales as a reader of this format sees them.
+
+        A byte has no infinity: 255, its exponent field, is the NaN of UE8M0.
+        """
+        if not self.is_packed:
+            return scales
+        return ue8m0_decode(((bits_of(scales) >> 23) & 0xFF).to(torch.uint8))
+
+
+def without_missing_groups(words: Tensor, groups: int) -> Tensor:
+    """Return packed words [rows, W] whose bytes of groups that do not exist are 0."""
+    kept = unpack_ue8m0(words, 4 * words.shape[-1]).clone()
+    kept[..., groups:] = 0
+    return kept.view(torch.int32)

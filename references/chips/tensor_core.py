@@ -1,4 +1,4 @@
-"""One tensor-core dot product, bit for bit: the two units that E4M3 operands reach on Hopper.
+"""One tensor-core dot product, bit for bit, for any unit of the kind that ``chip`` describes.
 
 For one output element and one step of L products with the accumulator c (fp32), the unit
 
@@ -15,46 +15,15 @@ NaN makes its own row or column ``0x7fffffff``; an infinite c stays infinite.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import F32_NAN_BITS, bits_of, e4m3_decode, from_bits
+from moe_parity.references.arithmetic.formats import E4M3, F32_NAN_BITS, bits_of, from_bits
+from moe_parity.references.chips.chip import GROUP, Unit
+from moe_parity.references.errors import ParityError
 
 NO_EXPONENT = -4096
 """Stands for the exponent of a zero: below every other one."""
-
-GROUP = 32
-"""Both units are described per 32 of K; a shorter tail is filled with zeros, which take no part."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A dot-product unit: its name, widths, and the order in which it walks 32 of K."""
-
-    name: str
-    alignment_bits: int
-    """F: terms are cut to multiples of 2^(E - F)."""
-    result_bits: int
-    """R: fraction bits of a step's result."""
-    steps: tuple[tuple[int, ...], ...]
-    """The k of each step within 32 of K, in order; the accumulator is carried between steps."""
-
-
-WGMMA_FP8 = Unit(name="wgmma_fp8", alignment_bits=13, result_bits=13, steps=(tuple(range(GROUP)),))
-"""``wgmma.m64nNk32.f32.e4m3.e4m3``."""
-
-MMA_F16 = Unit(
-    name="mma_f16",
-    alignment_bits=25,
-    result_bits=23,
-    steps=(
-        tuple(k for k in range(GROUP) if k % 4 < 2),
-        tuple(k for k in range(GROUP) if k % 4 >= 2),
-    ),
-)
-"""``mma.sync.m16n8k16`` on FP16, which Triton 3.6 uses for E4M3 tiles of 16 or 32 rows."""
 
 
 def dot(a: Tensor, b: Tensor, c: Tensor | None = None, *, unit: Unit) -> Tensor:
@@ -62,16 +31,16 @@ def dot(a: Tensor, b: Tensor, c: Tensor | None = None, *, unit: Unit) -> Tensor:
 
     ``a`` is uint8 E4M3 codes [M, K], ``b`` uint8 [K, N], ``c`` fp32 [M, N] or None for zeros; the
     result is fp32 [M, N].  On a CPU this is the compiled form, on a GPU a Triton kernel; both
-    equal :func:`dot_plain`.  Raises ValueError for other dtypes or shapes that do not fit.
+    equal :func:`dot_plain`.  Raises ParityError for other dtypes or shapes that do not fit.
     """
     a, b, c = _checked(a, b, c)
     if a.is_cuda:
-        from moe_parity.references.chips import tensor_core_triton as tensor_core_gpu
+        from moe_parity.references.chips import tensor_core_triton
 
-        return tensor_core_gpu.dot(a, b, c, unit)
-    from moe_parity.references.chips import tensor_core_numba as tensor_core_cpu
+        return tensor_core_triton.dot(a, b, c, unit)
+    from moe_parity.references.chips import tensor_core_numba
 
-    return tensor_core_cpu.dot(a, b, c, unit)
+    return tensor_core_numba.dot(a, b, c, unit)
 
 
 def dot_plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, unit: Unit) -> Tensor:
@@ -135,8 +104,8 @@ def _shift(value: Tensor, places: Tensor) -> Tensor:
 
 def mark_nan(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Put the unit's NaN where an operand's row or column, or the accumulator, holds one."""
-    row = ((a & 0x7F) == 0x7F).any(1)[:, None]
-    column = ((b & 0x7F) == 0x7F).any(0)[None]
+    row = E4M3.is_nan(a).any(1)[:, None]
+    column = E4M3.is_nan(b).any(0)[None]
     bits = bits_of(result)
     nan = row | column | torch.isnan(result)
     return from_bits(torch.where(nan, torch.full_like(bits, F32_NAN_BITS), bits))
@@ -144,21 +113,21 @@ def mark_nan(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def value_and_exponent(code: Tensor) -> tuple[Tensor, Tensor]:
     """Decode codes for the fast forms: value (fp32, NaN as 0) and exponent (int32)."""
-    value = e4m3_decode(code)
+    value = E4M3.decode(code)
     value = torch.where(torch.isnan(value), torch.zeros_like(value), value)
     return value.contiguous(), operand(code)[1].to(torch.int32).contiguous()
 
 
 def _checked(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if a.dtype is not torch.uint8 or b.dtype is not torch.uint8:
-        raise ValueError(f"dot takes uint8 E4M3 codes, got {a.dtype} and {b.dtype}.")
+        raise ParityError(f"dot takes uint8 E4M3 codes, got {a.dtype} and {b.dtype}.")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"dot takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}.")
+        raise ParityError(f"dot takes [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}.")
     shape = (a.shape[0], b.shape[1])
     if c is None:
         c = torch.zeros(shape, dtype=torch.float32, device=a.device)
     if c.dtype is not torch.float32 or c.shape != shape:
-        raise ValueError(f"c must be float32 {list(shape)}, got {c.dtype} {list(c.shape)}.")
+        raise ParityError(f"c must be float32 {list(shape)}, got {c.dtype} {list(c.shape)}.")
     short = -a.shape[1] % GROUP
     if short:
         a = torch.nn.functional.pad(a, (0, short))

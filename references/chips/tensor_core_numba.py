@@ -13,13 +13,8 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from moe_parity.references.chips.tensor_core import (
-    GROUP,
-    NO_EXPONENT,
-    Unit,
-    mark_nan,
-    value_and_exponent,
-)
+from moe_parity.references.chips.chip import GROUP, Unit
+from moe_parity.references.chips.tensor_core import NO_EXPONENT, mark_nan, value_and_exponent
 
 _SERIAL_BELOW = 1 << 20
 """Multiply-adds under which starting threads costs more than it saves."""

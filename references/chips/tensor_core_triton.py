@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_parity.references.chips.tensor_core import GROUP, Unit, mark_nan, value_and_exponent
+from moe_parity.references.chips.chip import GROUP, Unit
+from moe_parity.references.chips.tensor_core import mark_nan, value_and_exponent
 
 
 @triton.jit

@@ -1,21 +1,20 @@
-"""The words of the project as types: stage, decision, recipe, case, trace, contract."""
+"""The words of the project as types: case, decision, recipe, contract, skip, stage."""
 
+from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import (
     Case,
     Gate,
     Hazard,
     InputDtype,
     Routing,
-    ScaleFormat,
-    ScaleLayout,
     Values,
     parse_id,
 )
 from moe_parity.references.language.contract import Check, Contract
 from moe_parity.references.language.decision import Decision, Option, decisions, neighbours
-from moe_parity.references.language.recipe import QuantRecipe, Recipe
+from moe_parity.references.language.recipe import Part, Recipe
 from moe_parity.references.language.stage import Stage
-from moe_parity.references.language.trace import QuantOutput, Trace
+from moe_parity.references.skip import Skip, Why
 
 __all__ = [
     "Case",
@@ -26,15 +25,15 @@ __all__ = [
     "Hazard",
     "InputDtype",
     "Option",
-    "QuantOutput",
-    "QuantRecipe",
+    "Part",
     "Recipe",
     "Routing",
     "ScaleFormat",
     "ScaleLayout",
+    "Skip",
     "Stage",
-    "Trace",
     "Values",
+    "Why",
     "decisions",
     "neighbours",
     "parse_id",

@@ -7,40 +7,17 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
+from moe_parity.references.errors import ParityError
+
 
 class _Word(StrEnum):
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
-class ScaleFormat(_Word):
-    """How scales are held."""
-
-    FP32 = "fp32"
-    UE8M0 = "ue8m0"
-    """Powers of two, held in fp32."""
-    UE8M0_PACKED = "ue8m0packed"
-    """Four exponent bytes in an int32."""
-
-    @property
-    def is_power_of_two(self) -> bool:
-        """Whether the values are powers of two."""
-        return self is not ScaleFormat.FP32
-
-
-class ScaleLayout(_Word):
-    """How the scales of [M, groups] lie in memory."""
-
-    ROW = "row"
-    """Strides (groups, 1)."""
-    COLUMN = "col"
-    """Strides (1, M)."""
-    TMA = "tma"
-    """Strides (1, M rounded up to 4), as TMA wants rows of 16 bytes."""
-
-
 class InputDtype(_Word):
-    """The type of the tensor that is quantized."""
+    """The type of the tensor that is quantized, or of a top-k sum's result."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -101,8 +78,8 @@ class Hazard(_Word):
 class Case:
     """One request.  ``m`` tokens, ``e`` experts, top-``k``, hidden ``h``, intermediate ``i``.
 
-    Quantization stages read m and h (activations) or n = i and h (weights, one expert).  Raises
-    ValueError, in a sentence, for sizes that nobody can ask for.
+    A stage reads some of these words and refuses the others (``Stage.refusal``).  Raises
+    ParityError, in a sentence, for sizes that nobody can ask for.
     """
 
     m: int = 1
@@ -112,6 +89,8 @@ class Case:
     i: int = 128
     group: int = 128
     scale: ScaleFormat = ScaleFormat.FP32
+    mid_scale: ScaleFormat | None = None
+    """The format of a layer's second quantization; None means the first one's."""
     layout: ScaleLayout = ScaleLayout.ROW
     dtype: InputDtype = InputDtype.BF16
     clamp: float | None = None
@@ -129,16 +108,37 @@ class Case:
         """Reject impossible sizes."""
         for name in ("e", "k", "h", "i", "group", "ep_size", "pool"):
             if getattr(self, name) < 1:
-                raise ValueError(f"case: {name} must be at least 1, got {getattr(self, name)}.")
+                raise ParityError(f"case: {name} must be at least 1, got {getattr(self, name)}.")
         if self.m < 0:
-            raise ValueError(f"case: m must not be negative, got {self.m}.")
+            raise ParityError(f"case: m must not be negative, got {self.m}.")
         if not 0 <= self.ep_rank < self.ep_size:
-            raise ValueError(f"case: rank {self.ep_rank} is not one of {self.ep_size}.")
+            raise ParityError(f"case: rank {self.ep_rank} is not one of {self.ep_size}.")
+        if self.mid_scale is self.scale:
+            object.__setattr__(self, "mid_scale", None)
+
+    @property
+    def mid(self) -> ScaleFormat:
+        """The format of the second quantization."""
+        return self.scale if self.mid_scale is None else self.mid_scale
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of one rank; raises ParityError where E is not a multiple of the ranks."""
+        if self.e % self.ep_size:
+            raise ParityError(f"case: {self.e} experts are not a multiple of {self.ep_size} ranks.")
+        return self.e // self.ep_size
+
+    @property
+    def first_expert(self) -> int:
+        """The global id of the rank's expert 0."""
+        return self.ep_rank * self.local_experts
 
     @property
     def id(self) -> str:
         """The case in a test id: fixed order, lower case, defaults left out."""
         words = [self.scale.value]
+        if self.mid_scale is not None:
+            words.append(f"mid{self.mid_scale.value}")
         if self.clamp is not None:
             words.append("c" + f"{self.clamp:.10f}".rstrip("0").rstrip(".").replace(".", "p"))
         if self.ep_size > 1:
@@ -158,7 +158,7 @@ class Case:
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
-_ENUMS: tuple[tuple[str, type[_Word]], ...] = (
+_ENUMS: tuple[tuple[str, type[StrEnum]], ...] = (
     ("scale", ScaleFormat), ("gate", Gate), ("layout", ScaleLayout), ("dtype", InputDtype),
     ("routing", Routing), ("values", Values), ("hazard", Hazard),
 )  # fmt: skip
@@ -167,13 +167,13 @@ _ENUMS: tuple[tuple[str, type[_Word]], ...] = (
 def parse_id(text: str, seed: int = 0) -> tuple[str, Case]:
     """Return (kernel name, case) of ``<kernel>-<case id>``.
 
-    Raises ValueError with a sentence naming the word that is not understood.
+    Raises ParityError with a sentence naming the word that is not understood.
     """
     words = text.split("-")
     start = next((n for n, w in enumerate(words) if w in set(ScaleFormat)), None)
     if not start:
         formats = ", ".join(ScaleFormat)
-        raise ValueError(f"id {text!r} names no kernel and scale format; formats are {formats}.")
+        raise ParityError(f"id {text!r} names no kernel and scale format; formats are {formats}.")
     found: dict[str, object] = {"seed": seed}
     for word in words[start:]:
         found.update(_parse_word(word, text))
@@ -184,6 +184,8 @@ def _parse_word(word: str, text: str) -> dict[str, object]:
     for name, kind in _ENUMS:
         if word in set(kind):
             return {name: kind(word)}
+    if word.startswith("mid") and word[3:] in set(ScaleFormat):
+        return {"mid_scale": ScaleFormat(word[3:])}
     if match := re.fullmatch(r"([mekhi])(\d+)", word):
         return {match[1]: int(match[2])}
     if match := re.fullmatch(r"g(\d+)", word):
@@ -194,4 +196,4 @@ def _parse_word(word: str, text: str) -> dict[str, object]:
         return {"ep_rank": int(match[1]), "ep_size": int(match[2])}
     if match := re.fullmatch(r"c(\d+(?:p\d+)?)", word):
         return {"clamp": float(match[1].replace("p", "."))}
-    raise ValueError(f"id {text!r}: {word!r} is not a word of the id grammar (docs/ids.md).")
+    raise ParityError(f"id {text!r}: {word!r} is not a word of the id grammar (docs/ids.md).")

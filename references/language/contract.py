@@ -10,17 +10,17 @@ class Check(StrEnum):
     """A property of (kernel, case)."""
 
     EXACT = "exact"
-    """Every bit as the recipe says, codes and scales separately."""
+    """Every bit as the recipe says."""
+    INPUT_KEPT = "input_kept"
+    """The inputs, and the memory between their rows, are as they were."""
     FINITE = "finite"
     """Finite wherever the reference is finite."""
     WRITE_SET = "write_set"
-    """Writes all of its outputs and nothing beside them: poison, stride gaps, scale padding."""
+    """Writes what it owns and nothing beside it: poison, stride gaps, padding, declared fates."""
     RERUN = "rerun"
-    """The same bits a second time."""
+    """The same bits a second time, on other memory and in another order of programs."""
     ROW_SUBSET = "row_subset"
     """A row's bits do not depend on the other rows."""
-    INPUT_KEPT = "input_kept"
-    """The input, and the memory between its rows, is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +33,10 @@ class Contract:
     def without(self, *dropped: Check) -> Contract:
         """Return the contract less some checks."""
         return Contract(checks=self.checks - set(dropped), pads_zero=self.pads_zero)
+
+    @property
+    def words(self) -> str:
+        """The contract in a word or two, for reports."""
+        missing = [check.value for check in Check if check not in self.checks]
+        promised = f"all but {', '.join(missing)}" if missing else "all checks"
+        return f"{promised}; zero padding" if self.pads_zero else promised

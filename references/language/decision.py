@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 AimedInputs = Callable[[int], Any]
 """Makes inputs on which the decision shows, from a seed.
 
-fp32 groups [G, 128] for quantization, the types of ``aims_layer`` for the other stages.
+fp32 groups [G, 128] for quantization, what their rooms' ``aims`` say for the other stages.
 """
 
 
@@ -25,13 +25,18 @@ class Option(StrEnum):
 
     meaning: str
     source: str
+    on_chip: bool
 
-    def __new__(cls, value: str, meaning: str, source: str) -> Self:
-        """Attach what the option means and who makes this choice."""
+    def __new__(cls, value: str, meaning: str, source: str, on_chip: bool = False) -> Self:
+        """Attach what the option means and who makes this choice.
+
+        ``on_chip``: the bits come from a chip's own units or tables, not from IEEE arithmetic.
+        """
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
         member.source = source
+        member.on_chip = on_chip
         return member
 
     def __repr__(self) -> str:
@@ -43,8 +48,8 @@ class Option(StrEnum):
 class Decision:
     """What is decided, between which options, and on which inputs it shows.
 
-    ``matters_when(inputs)`` of a pair of options is not written by hand: it is where the two
-    references differ (``moe_parity.harness.mutants``), so it cannot be wrong.
+    Where a pair of options matters is not written by hand: it is where the two references differ
+    (``moe_parity.harness.evidence.mutants``), so it cannot be wrong.
     """
 
     name: str

@@ -1,26 +1,206 @@
-"""The stages of a block-FP8 MoE layer, in the order in which the data passes them."""
+"""A stage: one step of the layer, as one object that owns all that the project knows of it.
+
+The harness, the kernels and the suites know stages only through this class.  A new stage is a
+subclass in a room of ``references/stages`` and a line in its table.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language.case import Case
+from moe_parity.references.language.recipe import Acting, Recipe
+
+InputsT = TypeVar("InputsT")
+Outputs = Mapping[str, Tensor]
+Reads = Mapping[str, frozenset[Any] | None]
+"""Word of a case -> which values of it; None for any."""
 
 
-class Stage(StrEnum):
+class Kind(StrEnum):
+    """What an output's elements are."""
+
+    CODES = "codes"
+    """Quantized elements, uint8 or torch's own type."""
+    SCALES = "scales"
+    VALUES = "values"
+    """Floating-point numbers."""
+    INTEGERS = "integers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One output as a kernel writes it, and the shape of its canonical form."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+    """The strides that the case asks for; None for any."""
+    canonical: tuple[int, ...] | None = None
+    """The shape once unpacked; None where nothing is packed."""
+    axes: tuple[str, ...] = ("row", "column")
+    """What an index counts, for sentences."""
+    noun: str = "outputs"
+    """What its elements are called, for sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subset:
+    """Some rows of a case as a case of their own."""
+
+    case: Case
+    inputs: Any
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    """Output -> where its rows stand among those of the whole case, int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A stage inside a layer, on the kernel's own upstream tensors."""
+
+    stage: Stage[Any]
+    case: Case
+    inputs: Any
+    got: Outputs
+
+
+class Stage(ABC, Generic[InputsT]):
     """One step of the layer."""
 
-    WEIGHT_QUANT = "weight_quant"
-    ACT_QUANT = "act_quant"
-    ALIGN = "align"
-    PERMUTE = "permute"
-    FC1 = "fc1"
-    SWIGLU = "swiglu"
-    """SwiGLU alone, where a project quantizes in another kernel."""
-    SWIGLU_QUANT = "swiglu_quant"
-    FC2 = "fc2"
-    COMBINE = "combine"
-    LAYER = "layer"
-    """All of them: the layer as a whole."""
+    name: ClassVar[str]
+    reads: ClassVar[Reads]
+    """The words of a case that it reads."""
+    acting: ClassVar[Acting]
+    """The parts of a recipe that it reads, and which of their decisions act in it."""
+    needs: ClassVar[frozenset[str] | None] = None
+    """The parts without which a recipe says nothing about it; None for all that act."""
+    sizes: ClassVar[tuple[str, ...]]
+    """The sizes that say how large a case is."""
+    partial: ClassVar[bool] = False
+    """Whether a kernel may return its last output alone."""
+
+    def __str__(self) -> str:
+        """Return the name, as it stands in ids and records."""
+        return self.name
 
     def __repr__(self) -> str:
-        """Return source text, so that a printed case can be pasted."""
-        return f"{type(self).__name__}.{self.name}"
+        """Return source text."""
+        return f"STAGES[{self.name!r}]"
+
+    # --- cases -----------------------------------------------------------------------------------
+
+    def refusal(self, case: Case) -> str | None:
+        """Return what in a case this stage does not read, in a sentence, or None."""
+        for word in dataclasses.fields(Case):
+            value = getattr(case, word.name)
+            if value == word.default or word.name == "seed":
+                continue
+            if word.name not in self.reads:
+                return f"{self.name} does not read the word {word.name} (here {value})"
+            allowed = self.reads[word.name]
+            if allowed is not None and value not in allowed:
+                known = ", ".join(sorted(map(str, allowed)))
+                return f"{self.name} knows {word.name} {known}, not {value}"
+        return None
+
+    def check(self, case: Case) -> Case:
+        """Return the case; raises ParityError, in a sentence, for a word that is not read."""
+        refusal = self.refusal(case)
+        if refusal is not None:
+            raise ParityError(f"{refusal}; leave it out of {case.id}.")
+        return case
+
+    def size_words(self, case: Case) -> str:
+        """Return the sizes of a case for a record: ``m33-h512``."""
+        return "-".join(f"{name}{getattr(case, name)}" for name in self.sizes)
+
+    @abstractmethod
+    def inputs(self, case: Case, device: str = "cpu") -> InputsT:
+        """Return the inputs of a case, the same bits on a CPU and a GPU.
+
+        Raises ParityError for a case whose words the stage does not read.
+        """
+
+    @abstractmethod
+    def cost(self, case: Case) -> int:
+        """Return about how many programs, times blocks of K, a call costs the virtual GPU."""
+
+    @abstractmethod
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield the cases in which a kernel of this stage is witnessed."""
+
+    # --- what goes in and comes out --------------------------------------------------------------
+
+    @abstractmethod
+    def outputs(self, case: Case, inputs: InputsT) -> Mapping[str, Output]:
+        """Return the outputs in order, in the format and layout that the case asks for."""
+
+    @abstractmethod
+    def reference(self, case: Case, inputs: InputsT, recipe: Recipe) -> dict[str, Tensor]:
+        """Return what the recipe gives, in canonical form, on the device of the inputs."""
+
+    def live(self, case: Case, inputs: InputsT) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return, for outputs some of whose rows nobody owns, a mask of the rows that are owned."""
+        return {}
+
+    def subsets(self, case: Case, inputs: InputsT) -> Iterator[Subset]:  # noqa: ARG002
+        """Yield parts of a case whose rows must keep their bits."""
+        return iter(())
+
+    def inner(self, case: Case, inputs: InputsT, got: Outputs) -> Iterator[Inner]:  # noqa: ARG002
+        """Yield the stages inside, each on the kernel's own upstream tensors."""
+        return iter(())
+
+    def handed(self, inputs: InputsT) -> list[Tensor]:
+        """Return the tensors that a kernel must leave as they are."""
+        return tensors_of(inputs)
+
+    def sealed(self, inputs: InputsT) -> list[Tensor]:
+        """Return the tensors whose hash a witness keeps, in an order that never changes."""
+        return tensors_of(inputs)
+
+    def errors(
+        self,
+        case: Case,  # noqa: ARG002
+        inputs: InputsT,  # noqa: ARG002
+        got: Outputs,  # noqa: ARG002
+    ) -> tuple[float | None, float | None]:
+        """Return relative errors against BF16 and float64 arithmetic, where they mean something."""
+        return None, None
+
+    # --- recipes ---------------------------------------------------------------------------------
+
+    def described_by(self, recipe: Recipe) -> bool:
+        """Whether a recipe says what this stage does."""
+        needed = self.acting.keys() if self.needs is None else self.needs
+        return needed <= recipe.parts.keys()
+
+    def neighbours(self, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+        """Yield (label, recipe) for each single decision changed, of those that act here."""
+        return recipe.neighbours(self.acting)
+
+
+def every_second(count: int, like: Tensor) -> Tensor:
+    """Return 1, 3, 5 ... below ``count``, int64, on the device of a tensor."""
+    return torch.arange(count, device=like.device)[1::2]
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """Return the tensors among the fields of a dataclass, nested ones included, in order."""
+    found: list[Tensor] = []
+    for value in vars(inputs).values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif dataclasses.is_dataclass(value):
+            found += tensors_of(value)
+    return found

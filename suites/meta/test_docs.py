@@ -6,6 +6,7 @@ anew with ``python suites/meta/test_docs.py`` after a decision, a kernel or a me
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import lzma
@@ -13,22 +14,23 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 
 from moe_parity import kernels
-from moe_parity.harness.checks.quant import check_quant
+from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands as cli
 from moe_parity.harness.cli.listing import decisions_markdown
-from moe_parity.references.language import Case, Values, case, decisions, parse_id, recipe
-from moe_parity.references.language.recipes import ALL
+from moe_parity.references.language import Case, Values, case, decisions, parse_id
+from moe_parity.references.recipes import ALL
+from moe_parity.references.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+QUANTIZER = ROOT / "examples/torch_act_quant.py"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 CODE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -52,7 +54,8 @@ def kernel_table() -> str:
     """List the kernels that the project itself registers."""
     folder = Path(inspect.getfile(kernels)).parent
     own = [k for k in kernels.all_kernels() if k.source.is_relative_to(folder)]
-    return table("kernel|stage|what it is", [(f"`{k.name}`", k.stage, k.note) for k in own])
+    rows = [(f"`{k.name}`", k.stage.name, k.note) for k in own]
+    return table("kernel|stage|what it is", rows)
 
 
 def recipe_table() -> str:
@@ -62,16 +65,29 @@ def recipe_table() -> str:
 
 def decision_tables() -> str:
     """Document the decisions of every part of a recipe."""
-    found = {}
-    for part in vars(recipe).values():
-        if isinstance(part, type) and is_dataclass(part):
-            found |= {decision.name: decision for decision in decisions(part).values()}
+    parts = {type(part): part for recipe in ALL.values() for part in recipe.parts.values()}
+    found = {d.name: d for part in parts.values() for d in decisions(part).values()}
     return decisions_markdown(found.values())
+
+
+def stage_table() -> str:
+    """List the stages: what a kernel gets, what it returns, which words of a case they read."""
+    rows = []
+    for name, stage in STAGES.items():
+        made = stage.inputs(Case(m=1, e=2, k=1))
+        given = ", ".join(f"`{field}`" for field in vars(made))
+        returned = ", ".join(f"`{output}`" for output in stage.outputs(Case(m=1, e=2, k=1), made))
+        words = ", ".join(word for word in vars(Case()) if word in stage.reads)
+        rows.append((f"`{name}`", given, returned, words))
+    return table("stage|`call.inputs`|outputs, in order|words of a case", rows)
 
 
 def word_table() -> str:
     """List the words of a case id that come from enumerations."""
-    rows = [(name, ", ".join(f"`{w}`" for w in kind), case._DEFAULTS[name]) for name, kind in case._ENUMS]  # fmt: skip  # noqa: E501
+    rows = [
+        (name, ", ".join(f"`{word.value}`" for word in kind), case._DEFAULTS[name])
+        for name, kind in case._ENUMS
+    ]
     return table("field|words|default", rows)
 
 
@@ -122,6 +138,7 @@ def model_measurements() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
+    "stages": stage_table,
     "recipes": recipe_table,
     "decisions": decision_tables,
     "words": word_table,
@@ -206,24 +223,48 @@ def test_links_lead_somewhere():
                     assert anchor in slugs, f"{page.name}: {target}"
 
 
+SMALL = {
+    "act_quant": Case(m=64, h=512, values=Values.AIMED),
+    "weight_quant": Case(i=300, h=256, values=Values.AIMED),
+    "fc1": Case(m=6, e=4, k=2, h=256, i=128, values=Values.AIMED),
+    "fc2": Case(m=6, e=4, k=2, h=256, i=256, values=Values.AIMED),
+    "swiglu_quant": Case(m=64, e=3, i=256, values=Values.AIMED),
+    "combine": Case(m=8, e=8, k=4, h=256, values=Values.AIMED),
+    "layer": Case(m=4, e=4, k=2, h=256, i=256, values=Values.AIMED),
+}
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short_shown_and_passes(path: Path):
-    text = path.read_text()
-    assert len(text.splitlines()) < 15
-    assert text.strip() in (ROOT / "README.md").read_text()
+def test_an_example_is_short_and_passes(path: Path):
+    """A kernel of each stage in at most 15 lines, green on aimed values, with ranks too."""
     (kernel,) = kernels.load_file(path)
-    verdicts = list(check_quant(kernel, Case(m=64, h=512, values=Values.AIMED), "cpu"))
-    assert {verdict.verdict for verdict in verdicts} == {"pass"}
+    code = path.read_text().partition("@register(")[2]
+    assert len(code.strip().splitlines()) <= 15
+    small = SMALL[kernel.stage.name]
+    ranks = {"ep_rank": 1, "ep_size": 2} if "ep_size" in kernel.stage.reads else {}
+    for one in (small, dataclasses.replace(small, **ranks)):
+        verdicts = list(check(kernel, one, "cpu"))
+        assert {v.verdict for v in verdicts} <= {"pass", "skip"}, [v.message for v in verdicts]
+        assert sum(v.verdict == "pass" for v in verdicts) >= 3
+
+
+def test_there_is_an_example_of_each_stage_that_computes():
+    found = {kernels.load_file(path)[0].stage.name for path in EXAMPLES}
+    assert found >= {"act_quant", "fc1", "swiglu_quant", "combine", "layer"}
+
+
+def test_the_readme_shows_its_example():
+    assert QUANTIZER.read_text().strip() in (ROOT / "README.md").read_text()
 
 
 def test_the_red_check_of_the_readme_is_real(tmp_path: Path):
     """Dividing instead of multiplying by a reciprocal gives the message that the README shows."""
-    changed = EXAMPLES[0].read_text().replace("x * (1 / scales[..., None])", "x / scales[..., None]")  # fmt: skip  # noqa: E501
-    assert changed != EXAMPLES[0].read_text()
+    changed = QUANTIZER.read_text().replace("x * (1 / scales[..., None])", "x / scales[..., None]")  # fmt: skip  # noqa: E501
+    assert changed != QUANTIZER.read_text()
     changed = changed.replace("torch_act_quant", "torch_divides")
     (tmp_path / "red.py").write_text(changed)
     (kernel,) = kernels.load_file(tmp_path / "red.py")
-    verdict = next(check_quant(kernel, Case(m=64, h=512, values=Values.AIMED), "cpu"))
+    verdict = next(iter(check(kernel, SMALL["act_quant"], "cpu")))
     assert verdict.verdict == "fail"
     shown = " ".join((ROOT / "README.md").read_text().split())
     assert verdict.message in shown, verdict.message

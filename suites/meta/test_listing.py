@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from moe_parity.harness.cli.listing import kernels_table, recipe_table
 from moe_parity.kernels import all_kernels
-from moe_parity.references.language import QuantRecipe, decisions
-from moe_parity.references.language.recipe import CombineRecipe, GemmRecipe, SwigluRecipe
-from moe_parity.references.language.recipes import ALL
+from moe_parity.references.language import decisions
+from moe_parity.references.recipes import ALL
+from moe_parity.references.stages.combine import CombineRecipe
+from moe_parity.references.stages.gemm.decisions import GemmRecipe
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
 
 
 def test_every_recipe_has_a_table():

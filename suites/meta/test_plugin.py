@@ -339,30 +339,55 @@ def test_settings_may_stand_in_the_ini_file(suite):
     assert suite.run(config, "--parity-seed=5", WANTED="5", MOE_PARITY_SEED="6").returncode == 0
 
 
+FAKE_GPU = """
+from moe_parity.harness.session import environment
+environment.gpu = lambda: environment.Gpu('Fake', '{}', '1.0')
+"""
+
+
 def test_a_required_gpu_makes_its_skips_errors(suite):
-    """Only skips for want of a GPU: others are still skips."""
-    suite.write(
-        "from moe_parity.harness.session import environment\n"
-        "environment.gpu = lambda: environment.Gpu('Fake', 'sm_90', '1.0')\n",
-        "conftest.py",
-    )
+    """Only skips of that kind, whatever a sentence says: others are still skips."""
+    suite.write(FAKE_GPU.format("sm_90"), "conftest.py")
     suite.write("""
+        from moe_parity.harness.session.skips import skip_test
+        from moe_parity.references.skip import Skip, Why
         def test_run(parity_gpu): assert parity_gpu == "cuda"
-        def test_lost(): pytest.skip("no CUDA device is left")
-        def test_other(): pytest.skip("vllm is not installed")
+        def test_lost(): skip_test(Skip(Why.NEEDS_GPU, "no device is left"))
+        def test_chip(): skip_test(Skip(Why.NEEDS_CHIP, "needs Hopper"))
+        def test_absent(): skip_test(Skip(Why.ABSENT, "the GPU package vllm is not installed"))
+        def test_other(): pytest.skip("a CUDA graph takes its place on a GPU")
     """)
     done = suite.run("--parity-require-gpu", "--parity-out=out")
     assert done.returncode == 1
     assert "Fake, driver 1.0" in done.stdout
-    verdicts = {r.id: (r.verdict, r.message or r.reason) for r in suite.results().tests}
+    verdicts = {r.id: (r.verdict, r.why, r.message or r.reason) for r in suite.results().tests}
+    required = "a GPU is required, and the test was skipped: "
     assert verdicts == {
-        "test_run::test": ("pass", ""),
-        "test_lost::test": (
-            "error",
-            "a GPU is required, and the test was skipped: no CUDA device is left",
-        ),
-        "test_other::test": ("skip", "vllm is not installed"),
+        "test_run::test": ("pass", "", ""),
+        "test_lost::test": ("error", "", f"{required}no device is left"),
+        "test_chip::test": ("error", "", f"{required}needs Hopper"),
+        "test_absent::test": ("skip", "absent", "the GPU package vllm is not installed"),
+        "test_other::test": ("skip", "", "a CUDA graph takes its place on a GPU"),
     }
+
+
+def test_a_required_gpu_must_be_of_a_chip_that_is_modelled(suite):
+    """One sentence that says which chip it is and why; without the requirement nothing is said."""
+    suite.write(FAKE_GPU.format("sm_89"), "conftest.py")
+    suite.write("def test_run(): pass")
+    done = suite.run("--parity-require-gpu")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    sentence = "sm_89: the FP8 unit of Ada takes 16 products a step, its model is not here."
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert suite.run().returncode == 0
+
+
+def test_the_plugin_starts_without_torch():
+    """A worker is bound to its GPU and its share of the cores before torch is imported."""
+    code = "import sys, moe_parity.harness.plugin; print({'torch', 'numba'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_this_session_has_one_of_our_profiles():

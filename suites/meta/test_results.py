@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_parity.reports.records import Record, Run, RunEnd, RunInfo, judge, to_line
-from moe_parity.reports.results import ResultsError, Writer, merge, prepare, read, write
+from moe_parity.reports.results import ParityError, Writer, merge, prepare, read, write
 
 INFO = RunInfo(started="2026-01-01T00:00:00+00:00", command=("parity", "check"), seed=7)
 
@@ -102,7 +102,7 @@ def test_refuses_a_broken_file_in_one_sentence(good, name):
     """A file that cannot be trusted whole is not read at all, and the sentence names it."""
     damage, phrase = BROKEN[name]
     damage(good)
-    with pytest.raises(ResultsError) as error:
+    with pytest.raises(ParityError) as error:
         read(good)
     text = str(error.value)
     assert phrase in text
@@ -117,7 +117,7 @@ def test_every_cut_is_noticed_and_loses_at_most_the_line_it_hit(good):
     first = data.index(b"\n") + 1
     for size in range(len(data)):
         good.write_bytes(data[:size])
-        with pytest.raises(ResultsError):
+        with pytest.raises(ParityError):
             read(good)
         if size >= first:
             run = read(good, partial=True)
@@ -165,10 +165,10 @@ def test_merge_sorts_and_keeps_the_worse_of_two(tmp_path):
 def test_an_unwritable_folder_is_refused(tmp_path):
     """A file where a folder must be cannot be written to, whoever asks."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResultsError, match=r"cannot write results to .*file/out: .*\.$"):
+    with pytest.raises(ParityError, match=r"cannot write results to .*file/out: .*\.$"):
         prepare(tmp_path / "file" / "out")
     (tmp_path / "out" / "results.jsonl").mkdir(parents=True)
-    with pytest.raises(ResultsError, match="cannot write results to"):
+    with pytest.raises(ParityError, match="cannot write results to"):
         prepare(tmp_path / "out")
 
 
@@ -176,7 +176,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, good):
     """A file is replaced whole or not at all, and no draft stays behind."""
     before = good.read_bytes()
     good.with_name(f".{good.name}.{os.getpid()}.tmp").mkdir()
-    with pytest.raises(ResultsError, match="cannot write"):
+    with pytest.raises(ParityError, match="cannot write"):
         write(finished(record("z")), good)
     assert good.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2

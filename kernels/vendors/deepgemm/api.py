@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -19,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.errors import KernelError
-from moe_parity.kernels.stage_call import Fate
+from moe_parity.kernels.call import Fate
 from moe_parity.kernels.vendors.deepgemm.casts import unavailable as not_installed
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Skip, Why
+from moe_parity.references.stages.routing import Placement
 
 ALIGNMENT = 128
 """Rows of a tile in the contiguous and prefix-sum layouts, DeepGEMM's default on SM90."""
@@ -41,18 +42,20 @@ NAMES = {
 
 
 @lru_cache(maxsize=1)
-def unavailable() -> str | None:
-    """Import DeepGEMM; return None, or why it cannot run here, in one sentence."""
+def unavailable() -> Skip | None:
+    """Import DeepGEMM; return None, or why it cannot run here."""
     missing = not_installed()
     if missing:
         return missing
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return "DeepGEMM's SM90 kernels need a Hopper GPU."
+    if not torch.cuda.is_available():
+        return Skip(Why.NEEDS_GPU, "DeepGEMM's SM90 kernels need a Hopper GPU.")
+    if torch.cuda.get_device_capability()[0] != 9:
+        return Skip(Why.NEEDS_CHIP, "DeepGEMM's SM90 kernels need a Hopper GPU.")
     try:
         module()
     except Exception as error:
         text = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"deep_gemm does not import: {text}"
+        return Skip(Why.ABSENT, f"deep_gemm does not import: {text}")
     return None
 
 
@@ -68,7 +71,7 @@ def function(layout: str) -> Callable[..., None]:
         if hasattr(found, name):
             made: Callable[..., None] = getattr(found, name)
             return made
-    raise KernelError(f"this deep_gemm has none of {', '.join(NAMES[layout])}.")
+    raise ParityError(f"this deep_gemm has none of {', '.join(NAMES[layout])}.")
 
 
 @contextmanager
@@ -78,7 +81,7 @@ def alignment(rows: int) -> Iterator[None]:
     A buffer padded to one value and run under another takes the wrong experts.
     """
     if rows not in (16, 32, 64, 128, 256):
-        raise KernelError(f"DeepGEMM aligns experts to 16, 32, 64, 128 or 256 rows, not {rows}.")
+        raise ParityError(f"DeepGEMM aligns experts to 16, 32, 64, 128 or 256 rows, not {rows}.")
     found = module()
     before = found.get_mk_alignment_for_contiguous_layout()
     found.set_mk_alignment_for_contiguous_layout(rows)
@@ -88,34 +91,9 @@ def alignment(rows: int) -> Iterator[None]:
         found.set_mk_alignment_for_contiguous_layout(before)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where the rows of the experts lie in one padded buffer."""
-
-    slot: Tensor
-    """The buffer row of each pair, int64 [P]; -1 for pairs that are not owned."""
-    ends: Tensor
-    """The exclusive end of each expert's live rows, int32 [E]."""
-    starts: Tensor
-    """The aligned start of each expert, int32 [E]."""
-    rows: int
-    """Rows of the buffer: one tile more than the experts need."""
-
-
-def place(expert: Tensor, experts: int, align: int) -> Placement:
-    """Lay the rows of each expert one after the other, every expert at a multiple of ``align``."""
-    counts = torch.bincount(expert[expert >= 0], minlength=experts)
-    padded = -(-counts // align) * align
-    starts = padded.cumsum(0) - padded
-    order = torch.argsort(torch.where(expert < 0, experts, expert), stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.numel(), device=order.device)
-    own = expert.clamp(min=0)
-    slot = rank - (counts.cumsum(0) - counts)[own] + starts[own]
-    return Placement(
-        slot=torch.where(expert >= 0, slot, -1), ends=(starts + counts).int(),
-        starts=starts.int(), rows=int(padded.sum()) + align,
-    )  # fmt: skip
+def rows_of(placed: Placement) -> int:
+    """Return the rows of a buffer: one tile more than the experts need."""
+    return placed.used + placed.align
 
 
 def row_fates(placed: Placement, *, skips: bool) -> Tensor:
@@ -125,7 +103,7 @@ def row_fates(placed: Placement, *, skips: bool) -> Tensor:
     lies there; one whose first row is not live is stored as +0.  Tiles past an expert's last live
     row are visited by the contiguous layout and skipped (``skips``) by the prefix-sum one.
     """
-    fates = torch.full((placed.rows,), Fate.UNTOUCHED if skips else Fate.ZERO, dtype=torch.int8)
+    fates = torch.full((rows_of(placed),), Fate.UNTOUCHED if skips else Fate.ZERO, dtype=torch.int8)
     for start, end in zip(placed.starts.tolist(), placed.ends.tolist(), strict=True):
         for slab in range(start, -(-end // ALIGNMENT) * ALIGNMENT if end > start else start, SLAB):
             fates[slab : slab + SLAB] = Fate.JUNK if slab < end else Fate.ZERO
@@ -147,7 +125,7 @@ def masked_fates(counts: Tensor, max_m: int) -> Tensor:
 
 
 def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> None:
-    """Raise KernelError for shapes, dtypes or strides that the kernel would misread.
+    """Raise ParityError for shapes, dtypes or strides that the kernel would misread.
 
     ``a`` [..., K] and ``w`` [..., N, K] are E4M3 codes as uint8, the scales fp32.
     """
@@ -161,12 +139,12 @@ def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> No
     }
     for name, (tensor, dtype, shape) in wanted.items():
         if tensor.dtype is not dtype or tuple(tensor.shape) != shape or tensor.stride(-1) != 1:
-            raise KernelError(
+            raise ParityError(
                 f"DeepGEMM: {name} must be {dtype} {list(shape)} with contiguous rows, got "
                 f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}."
             )
     if n % 8 or k % 16:
-        raise KernelError(f"DeepGEMM: N = {n} must be a multiple of 8 and K = {k} one of 16.")
+        raise ParityError(f"DeepGEMM: N = {n} must be a multiple of 8 and K = {k} one of 16.")
 
 
 def _pair(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +169,7 @@ def grouped(
     check_operands(a, a_scale, w, w_scale)
     wanted = (w.shape[0],) if psum else (a.shape[0],)
     if layout.dtype is not torch.int32 or tuple(layout.shape) != wanted:
-        raise KernelError(
+        raise ParityError(
             f"DeepGEMM: the layout must be int32 {list(wanted)}, got {layout.dtype} "
             f"{list(layout.shape)}."
         )
@@ -205,12 +183,12 @@ def masked(
 ) -> None:
     """Write bf16 ``out`` [E, max_m, N]; ``counts`` int32 [E] live rows of each expert.
 
-    Raises KernelError unless max_m is a multiple of 128: DeepGEMM stores whole tiles of up to 128
+    Raises ParityError unless max_m is a multiple of 128: DeepGEMM stores whole tiles of up to 128
     rows into the flattened buffer, so another max_m overwrites the next expert's first rows.
     """
     max_m = a.shape[1]
     if max_m % ALIGNMENT:
-        raise KernelError(
+        raise ParityError(
             f"DeepGEMM masked: max_m must be a multiple of {ALIGNMENT}, got {max_m}: whole tiles "
             f"are stored, and one past max_m overwrites the next expert; pad to "
             f"{-(-max_m // ALIGNMENT) * ALIGNMENT}."

@@ -8,8 +8,9 @@ on a CPU too.  Found on a GPU: torch turns ``amax / 448.0`` into a product with 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from types import ModuleType
 
@@ -25,9 +26,10 @@ from moe_parity.references.language import (
     Recipe,
     ScaleFormat,
     ScaleLayout,
-    Stage,
+    Skip,
+    Why,
 )
-from moe_parity.references.language.recipes import (
+from moe_parity.references.recipes.deepgemm import (
     DEEPGEMM,
     DEEPGEMM_CUDA,
     DEEPGEMM_CUDA_NAN,
@@ -49,9 +51,19 @@ def _math_file() -> Path | None:
     return None
 
 
-def unavailable() -> str | None:
+def unavailable() -> Skip | None:
     """Return None where a DeepGEMM package is installed, else what to do."""
-    return None if _math_file() else MISSING
+    return None if _math_file() else Skip(Why.ABSENT, MISSING)
+
+
+def versions() -> Mapping[str, str]:
+    """Return the distribution that is installed and its version."""
+    for name in DISTRIBUTIONS:
+        try:
+            return {name: version(name)}
+        except PackageNotFoundError:
+            continue
+    return {}
 
 
 @lru_cache(maxsize=1)
@@ -99,25 +111,20 @@ def _per_token(case: Case, device: str) -> str | None:  # noqa: ARG001
     return None
 
 
-def _per_block(case: Case, device: str) -> str | None:  # noqa: ARG001
-    if case.scale is ScaleFormat.UE8M0_PACKED or case.layout is not ScaleLayout.ROW:
-        return "the helper returns row-major fp32 scales."
-    return None if case.group == 128 else "the harness checks its tiles of 128 x 128."
-
-
 @register(
     "deepgemm_per_token",
-    stage=Stage.ACT_QUANT,
+    stage="act_quant",
     recipes=_recipes,
     supports=_per_token,
     unavailable=unavailable,
     contract=_CONTRACT,
+    versions=versions,
 )
 def deepgemm_per_token(call: Call) -> tuple[Tensor, Tensor]:
     """DeepGEMM per_token_cast_to_fp8."""
     scale = call.case.scale
     codes, scales = helpers().per_token_cast_to_fp8(
-        call.x,
+        call.inputs.x,
         use_ue8m0=scale.is_power_of_two,
         gran_k=call.case.group,
         use_packed_ue8m0=scale is ScaleFormat.UE8M0_PACKED,
@@ -127,15 +134,15 @@ def deepgemm_per_token(call: Call) -> tuple[Tensor, Tensor]:
 
 @register(
     "deepgemm_per_block",
-    stage=Stage.WEIGHT_QUANT,
+    stage="weight_quant",
     recipes=_recipes,
-    supports=_per_block,
     unavailable=unavailable,
     contract=_CONTRACT,
+    versions=versions,
 )
 def deepgemm_per_block(call: Call) -> tuple[Tensor, Tensor]:
     """DeepGEMM per_block_cast_to_fp8."""
     codes, scales = helpers().per_block_cast_to_fp8(
-        call.x, use_ue8m0=call.case.scale.is_power_of_two
+        call.inputs.x, use_ue8m0=call.case.scale.is_power_of_two
     )
     return codes.view(torch.uint8), scales

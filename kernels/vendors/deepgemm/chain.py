@@ -5,23 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.layer_call import LayerCall
+from moe_parity.kernels.call import Call
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm import api as deep_gemm
+from moe_parity.kernels.vendors.deepgemm.casts import versions
 from moe_parity.kernels.vendors.deepgemm.gemms import gathered, masked_slots, padded
-from moe_parity.references.language import Case, QuantOutput, ScaleFormat, Stage, Trace
-from moe_parity.references.layer import local_experts
+from moe_parity.references.language import Case
+from moe_parity.references.stages.routing import place
 
 LAYOUTS = ("contiguous", "masked", "psum")
 
 
-def _supports(case: Case, device: str) -> str | None:
-    if device != "cuda":
-        return "CUDA kernels; they need a Hopper GPU."
+def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
     if case.h % 128 or case.i % 128:
         return f"H = {case.h} and I = {case.i} must be multiples of 128."
-    if case.scale is ScaleFormat.UE8M0_PACKED:
-        return "SM90 GEMMs read fp32 scales; packed exponents are for other chips."
     return None
 
 
@@ -35,8 +32,8 @@ class Rows:
             self.slot, self.counts, self.max_m = masked_slots(expert, experts)
             self.rows = experts * self.max_m
             return
-        placed = deep_gemm.place(expert, experts, deep_gemm.ALIGNMENT)
-        self.slot, self.rows, self.ends = placed.slot, placed.rows, placed.ends
+        placed = place(expert, experts, deep_gemm.ALIGNMENT)
+        self.slot, self.rows, self.ends = placed.slot, deep_gemm.rows_of(placed), placed.ends
         self.indices = torch.full((self.rows,), -1, dtype=torch.int32, device=expert.device)
         self.indices[self.slot[expert >= 0]] = expert[expert >= 0].int()
 
@@ -56,48 +53,41 @@ class Rows:
         return gathered(out, self.slot)
 
 
-def run(call: LayerCall, layout: str) -> Trace:
-    """Run the layer; rows of pairs that are not owned are zeros."""
-    from moe_parity.kernels.ours import quant
-    from moe_parity.kernels.ours import steps as stages
+def run(call: Call, layout: str) -> dict[str, Tensor]:
+    """Run the layer and return what every stage left behind."""
+    from moe_parity.kernels.ours import quant, steps
 
-    batch, experts, asked = call.batch, call.experts, call.asked
-    expert = local_experts(batch.ids, experts)
-    k, count = batch.ids.shape[1], experts.w13.shape[0]
-    form = ScaleFormat.UE8M0 if asked.ue8m0 else ScaleFormat.FP32
-    codes, scales = quant.act_quant(batch.x, scale=form)
+    batch, experts, asked = call.inputs.batch, call.inputs.experts, call.inputs.asked
+    expert, k, count = call.inputs.expert, batch.ids.shape[1], experts.count
+    codes, scales = quant.act_quant(batch.x, scale=asked.scale)
     rows = Rows(layout, expert, count)
     first = rows.gemm(
         codes.repeat_interleave(k, 0), scales.repeat_interleave(k, 0), experts.w13,
         experts.w13_scale,
     )  # fmt: skip
-    clamp = "none" if asked.limit is None else "before"
-    how = stages.Activation(
-        clamp=clamp, limit=asked.limit or 0.0, alpha=asked.alpha, beta=asked.beta
+    how = steps.Activation(
+        clamp="none" if asked.limit is None else "before", limit=asked.limit or 0.0,
+        alpha=asked.alpha, beta=asked.beta,
+    )  # fmt: skip
+    mid, mid_scale = steps.swiglu_quant(
+        first, batch.ids, experts.first, count, how, asked.mid.is_power_of_two
     )
-    mid, mid_scale = stages.swiglu_quant(first, batch.ids, experts.first, count, how, asked.ue8m0)
-    owned = (expert >= 0)[:, None]
-    mid = torch.where(owned, mid, torch.zeros_like(mid))
-    mid_scale = torch.where(owned, mid_scale, torch.zeros_like(mid_scale))
     second = rows.gemm(mid, mid_scale, experts.w2, experts.w2_scale)
     out = torch.empty(batch.x.shape, dtype=asked.dtype, device=batch.x.device)
-    stages.combine(second, batch.weights, batch.ids, experts.first, count, out)
-    return Trace(
-        act=QuantOutput(codes=codes, scales=scales),
-        fc1=first,
-        mid=QuantOutput(codes=mid, scales=mid_scale),
-        fc2=second,
-        out=out,
-    )
+    steps.combine(second, batch.weights, batch.ids, experts.first, count, out)
+    return {
+        "act_codes": codes, "act_scales": scales, "fc1": first, "mid_codes": mid,
+        "mid_scales": mid_scale, "fc2": second, "out": out,
+    }  # fmt: skip
 
 
 def _register(layout: str) -> None:
     @register(
-        f"deepgemm_chain_{layout}", stage=Stage.LAYER, recipes="ours", supports=_supports,
-        unavailable=deep_gemm.unavailable,
+        f"deepgemm_chain_{layout}", stage="layer", recipes="ours", supports=_supports,
+        unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
         note=f"DeepGEMM's {layout} GEMMs with our quantizers and top-k sum.",
     )  # fmt: skip
-    def layer(call: LayerCall) -> Trace:
+    def layer(call: Call) -> dict[str, Tensor]:
         return run(call, layout)
 
 

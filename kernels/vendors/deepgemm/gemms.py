@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_parity.kernels.call import Call, Produced
 from moe_parity.kernels.registry import register
-from moe_parity.kernels.stage_call import GroupedRows, Produced, StageCall
 from moe_parity.kernels.vendors.deepgemm import api as deep_gemm
-from moe_parity.references.arithmetic.formats import E4M3_NAN
-from moe_parity.references.language import Case, Contract, ScaleFormat, Stage
+from moe_parity.kernels.vendors.deepgemm.casts import versions
+from moe_parity.references.arithmetic.formats import E4M3
+from moe_parity.references.language import Case, Contract
+from moe_parity.references.stages.gemm.stage import GroupedRows
+from moe_parity.references.stages.routing import place
 
 RECIPE = "deepgemm_gemm"
 
 
-def _supports(case: Case, device: str) -> str | None:
-    if device != "cuda":
-        return "a CUDA kernel; it needs a Hopper GPU."
-    if case.scale is ScaleFormat.UE8M0_PACKED:
+def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
+    if case.scale.is_packed:
         return "SM90 GEMMs read fp32 scales; packed exponents are for other chips."
     if case.h % 16 or (2 * case.i) % 8:
         return f"K = {case.h} must be a multiple of 16 and N = {2 * case.i} one of 8."
@@ -33,7 +34,7 @@ def _supports_dense(case: Case, device: str) -> str | None:
 def padded(codes: Tensor, scales: Tensor, slot: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return rows [P, K] and scales at their slots of a buffer; its padding is NaN and infinite."""
     live = slot >= 0
-    a = torch.full((rows, codes.shape[1]), E4M3_NAN, dtype=torch.uint8, device=codes.device)
+    a = torch.full((rows, codes.shape[1]), E4M3.nan, dtype=torch.uint8, device=codes.device)
     scale = torch.full((rows, scales.shape[1]), float("inf"), device=codes.device)
     a[slot[live]], scale[slot[live]] = codes[live], scales[live]
     return a, scale
@@ -51,31 +52,28 @@ def gathered(out: Tensor, slot: Tensor) -> Tensor:
 
 
 @register(
-    "deepgemm_dense", stage=Stage.FC1, recipes=RECIPE, supports=_supports_dense,
-    unavailable=deep_gemm.unavailable,
+    "deepgemm_dense", stage="fc1", recipes=RECIPE, supports=_supports_dense,
+    unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
 )  # fmt: skip
-def deepgemm_dense(call: StageCall) -> Produced:
+def deepgemm_dense(call: Call) -> Tensor:
     """DeepGEMM fp8_gemm_nt."""
-    inputs = call.inputs
-    assert isinstance(inputs, GroupedRows)
-    rows, n = inputs.a.shape[0], inputs.w.shape[1]
-    out = call.new("out", (rows, n), (n, 1), torch.bfloat16)
+    inputs: GroupedRows = call.inputs
+    out = call.new("rows")
     deep_gemm.dense(inputs.a, inputs.a_scale, inputs.w[0], inputs.w_scale[0], out)
-    return Produced(outputs={"rows": out})
+    return out
 
 
-def _grouped(call: StageCall, *, psum: bool, zero_padding: bool) -> Produced:
-    inputs = call.inputs
-    assert isinstance(inputs, GroupedRows)
+def _grouped(call: Call, *, psum: bool, zero_padding: bool) -> Produced:
+    inputs: GroupedRows = call.inputs
     experts, n = inputs.w.shape[:2]
-    placed = deep_gemm.place(inputs.expert, experts, deep_gemm.ALIGNMENT)
-    a, scale = _padded_pairs(inputs, placed.slot, placed.rows)
+    placed = place(inputs.expert, experts, deep_gemm.ALIGNMENT)
+    a, scale = _padded_pairs(inputs, placed.slot, deep_gemm.rows_of(placed))
     layout = placed.ends
     if not psum:
-        layout = torch.full((placed.rows,), -1, dtype=torch.int32, device=a.device)
+        layout = torch.full((deep_gemm.rows_of(placed),), -1, dtype=torch.int32, device=a.device)
         live = placed.slot >= 0
         layout[placed.slot[live]] = inputs.expert[live].int()
-    out = call.new("out", (placed.rows, n), (n, 1), torch.bfloat16)
+    out = call.new("out", (deep_gemm.rows_of(placed), n), (n, 1), torch.bfloat16)
     deep_gemm.grouped(
         a, scale, inputs.w, inputs.w_scale, out, layout, psum=psum, zero_padding=zero_padding
     )
@@ -87,11 +85,11 @@ def _register(name: str, *, psum: bool, zero_padding: bool) -> None:
     words = "prefix sums" if psum else "m_indices"
 
     @register(
-        name, stage=Stage.FC1, recipes=RECIPE, supports=_supports,
-        unavailable=deep_gemm.unavailable, contract=Contract(),
+        name, stage="fc1", recipes=RECIPE, supports=_supports,
+        unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions, contract=Contract(),
         note=f"DeepGEMM grouped GEMM, {words}, ensure_zero_padding={zero_padding}.",
     )  # fmt: skip
-    def grouped(call: StageCall) -> Produced:
+    def grouped(call: Call) -> Produced:
         return _grouped(call, psum=psum, zero_padding=zero_padding)
 
 
@@ -102,13 +100,12 @@ _register("deepgemm_psum_nopad", psum=True, zero_padding=False)
 
 
 @register(
-    "deepgemm_masked", stage=Stage.FC1, recipes=RECIPE, supports=_supports,
-    unavailable=deep_gemm.unavailable,
+    "deepgemm_masked", stage="fc1", recipes=RECIPE, supports=_supports,
+    unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
 )  # fmt: skip
-def deepgemm_masked(call: StageCall) -> Produced:
+def deepgemm_masked(call: Call) -> Produced:
     """DeepGEMM masked grouped GEMM."""
-    inputs = call.inputs
-    assert isinstance(inputs, GroupedRows)
+    inputs: GroupedRows = call.inputs
     experts, n, k = inputs.w.shape
     slot, counts, max_m = masked_slots(inputs.expert, experts)
     a, scale = _padded_pairs(inputs, slot, experts * max_m)
@@ -123,8 +120,8 @@ def deepgemm_masked(call: StageCall) -> Produced:
 
 def masked_slots(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, int]:
     """Return each pair's row in [E, max_m] flattened, the live rows of each expert, and max_m."""
-    placed = deep_gemm.place(expert, experts, 1)
-    counts = placed.ends - placed.starts
+    placed = place(expert, experts, 1)
+    counts = placed.counts
     most = int(counts.max()) if counts.numel() else 0
     max_m = max(1, -(-most // deep_gemm.ALIGNMENT)) * deep_gemm.ALIGNMENT
     own = expert.clamp(min=0)

@@ -11,8 +11,9 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from moe_parity.kernels.ours.registered import unavailable as no_triton
-from moe_parity.kernels.vendors.vllm import package as vllm_package
+from moe_parity.kernels.ours.stages import unavailable as no_triton
+from moe_parity.kernels.vendors.vllm import package
+from moe_parity.references.language import Skip
 
 LAYERS = "vllm/model_executor/layers"
 MOE = f"{LAYERS}/fused_moe/fused_moe.py"
@@ -23,9 +24,9 @@ ALIGNMENT = 128
 """Rows to which vLLM pads each expert for DeepGEMM on SM90."""
 
 
-def unavailable() -> str | None:
+def unavailable() -> Skip | None:
     """Return None where Triton and vLLM's files are at hand."""
-    return no_triton() or vllm_package.no_source()
+    return no_triton() or package.no_source()
 
 
 @lru_cache(maxsize=8)
@@ -40,4 +41,4 @@ def functions(path: str, *names: str) -> Any:
             "resolve_moe_use_td": lambda: False,
             "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
         }
-    return made.File(vllm_package.package().root / path, names, given)
+    return made.File(package.package().root / path, names, given)

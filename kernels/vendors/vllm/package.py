@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
+
+from moe_parity.references.language import Skip, Why
 
 VARIABLE = "MOE_PARITY_VLLM"
 LIBRARIES = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so")
@@ -79,30 +82,37 @@ def divides() -> bool:
     return isinstance(found, Package) and found.divides
 
 
-def no_source() -> str | None:
+def versions() -> Mapping[str, str]:
+    """Return the version of the located package, if there is one."""
+    found = located()
+    return {"vllm": found.version} if isinstance(found, Package) else {}
+
+
+def no_source() -> Skip | None:
     """Return None where vLLM's Python files are on disk, else why not."""
     found = located()
-    return found if isinstance(found, str) else None
+    return Skip(Why.ABSENT, found) if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=2)
-def no_library(name: str = LIBRARIES[0]) -> str | None:
-    """Load a library of ops; return None, or why it cannot be used, in one sentence."""
+def no_library(name: str = LIBRARIES[0]) -> Skip | None:
+    """Load a library of ops; return None, or why it cannot be used."""
     found = located()
     if isinstance(found, str):
-        return found
+        return Skip(Why.ABSENT, found)
     path = found.root / "vllm" / name
     if not path.is_file():
-        return f"vLLM's library {path} does not exist."
+        return Skip(Why.ABSENT, f"vLLM's library {path} does not exist.")
     if not torch.cuda.is_available():
-        return "vLLM's CUDA ops need a GPU."
+        return Skip(Why.NEEDS_GPU, "vLLM's CUDA ops need a GPU.")
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:
-        return f"vLLM's library does not load: {(str(error).splitlines() or [''])[0]}"
+        text = (str(error).splitlines() or [""])[0]
+        return Skip(Why.ABSENT, f"vLLM's library does not load: {text}")
     return None
 
 
-def no_moe_library() -> str | None:
+def no_moe_library() -> Skip | None:
     """Load the library of ``torch.ops._moe_C``; see :func:`no_library`."""
     return no_library(LIBRARIES[1])

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parity.kernels.call import Call, Fate, Produced
 from moe_parity.kernels.registry import register
-from moe_parity.kernels.stage_call import Fate, GroupedRows, Produced, StageCall
-from moe_parity.kernels.vendors.deepgemm.api import place
+from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
-from moe_parity.references.language import Case, Recipe, Routing, ScaleFormat, Stage
-from moe_parity.references.language.recipes import VLLM_TRITON, VLLM_TRITON_SWAP
+from moe_parity.references.language import Case, Recipe, Routing
+from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
+from moe_parity.references.stages.gemm.stage import GroupedRows
+from moe_parity.references.stages.routing import place
 
 
 def _supports_gemm(case: Case, device: str) -> str | None:  # noqa: ARG001
-    if case.scale is ScaleFormat.UE8M0_PACKED:
+    if case.scale.is_packed:
         return "the kernel reads fp32 scales."
     if case.h % 128 or case.i % 128:
         return f"H = {case.h} and I = {case.i} must be multiples of 128."
@@ -32,26 +34,26 @@ def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG00
 
 
 @register(
-    "vllm_fused_moe_fc1", stage=Stage.FC1, recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True,
+    "vllm_fused_moe_fc1", stage="fc1", recipes=_gemm_recipes, supports=_supports_gemm,
+    unavailable=unavailable, triton=True, versions=package.versions,
 )  # fmt: skip
-def vllm_fused_moe_fc1(call: StageCall) -> Produced:
+def vllm_fused_moe_fc1(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, first GEMM."""
     return _fused_moe(call, weighted=False)
 
 
 @register(
-    "vllm_fused_moe_fc2", stage=Stage.FC2, recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True,
+    "vllm_fused_moe_fc2", stage="fc2", recipes=_gemm_recipes, supports=_supports_gemm,
+    unavailable=unavailable, triton=True, versions=package.versions,
 )  # fmt: skip
-def vllm_fused_moe_fc2(call: StageCall) -> Produced:
+def vllm_fused_moe_fc2(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
     return _fused_moe(call, weighted=True)
 
 
-def _fused_moe(call: StageCall, *, weighted: bool) -> Produced:
-    inputs, case = call.inputs, call.case
-    assert isinstance(inputs, GroupedRows)
+def _fused_moe(call: Call, *, weighted: bool) -> Produced:
+    case = call.case
+    inputs: GroupedRows = call.inputs
     file = functions(
         MOE, "write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel",
         "get_default_config",
@@ -82,11 +84,8 @@ def aligned(expert: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     pairs = expert.numel()
     count = int(expert.max()) + 1 if pairs else 0
     placed = place(expert, max(count, 1), block)
-    rows = placed.rows - block
-    slots = torch.full((max(rows, block),), pairs, dtype=torch.int32, device=expert.device)
-    live = placed.slot >= 0
-    slots[placed.slot[live]] = live.nonzero()[:, 0].int()
-    blocks = -(-(placed.ends - placed.starts) // block)
-    owners = torch.arange(max(count, 1), device=expert.device).repeat_interleave(blocks.long())
-    owners = owners.int() if owners.numel() else torch.zeros(1, dtype=torch.int32, device=expert.device)  # fmt: skip  # noqa: E501
-    return slots, owners, torch.tensor([rows], dtype=torch.int32, device=expert.device)
+    rows = torch.tensor([placed.used], dtype=torch.int32, device=expert.device)
+    if not placed.used:
+        slots = torch.full((block,), pairs, dtype=torch.int32, device=expert.device)
+        return slots, torch.zeros_like(rows), rows
+    return placed.pairs().int(), placed.block_expert(), rows

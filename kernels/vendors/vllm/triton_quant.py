@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call
+from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
-from moe_parity.kernels.stage_call import Fate, GateUpRows, Produced, StageCall
-from moe_parity.kernels.vendors.deepgemm.api import place
-from moe_parity.kernels.vendors.vllm import package as vllm_package
+from moe_parity.kernels.vendors.deepgemm.api import rows_of
+from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, unavailable
-from moe_parity.references.arithmetic.formats import ue8m0_decode, unpack_ue8m0
-from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Stage, Values
+from moe_parity.references.arithmetic.formats import without_missing_groups
+from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Skip, Values, Why
+from moe_parity.references.stages.routing import place
 
 CPU_GROUPS = 200
 """Programs of one group each that the virtual GPU runs in a second or two."""
 
 
-def _supports_quant(case: Case, device: str) -> str | None:
+def _supports_quant(case: Case, device: str) -> Skip | str | None:
     if case.scale is ScaleFormat.UE8M0_PACKED:
         return "the fallback writes fp32 scales."
     if case.h % case.group:
@@ -29,19 +29,20 @@ def _supports_quant(case: Case, device: str) -> str | None:
         return "vLLM asserts contiguous rows."
     groups = case.m * (case.h // case.group)
     if device == "cpu" and groups > CPU_GROUPS:
-        return f"{groups} programs of one group are over the CPU's budget of {CPU_GROUPS}."
+        over = f"{groups} programs of one group are over the CPU's budget of {CPU_GROUPS}."
+        return Skip(Why.BUDGET, over)
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
 @register(
-    "vllm_triton_per_token_group", stage=Stage.ACT_QUANT, recipes="vllm_triton_quant",
-    supports=_supports_quant, unavailable=unavailable, triton=True,
+    "vllm_triton_per_token_group", stage="act_quant", recipes="vllm_triton_quant",
+    supports=_supports_quant, unavailable=unavailable, triton=True, versions=package.versions,
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
     file = functions(FP8, "_per_token_group_quant_fp8", "_per_token_group_quant_fp8_colmajor")
-    x, group = call.x, call.case.group
-    codes, scales = call.new_codes(), call.new_scales()
+    x, group = call.inputs.x, call.case.group
+    codes, scales = call.new("codes"), call.new("scales")
     groups = x.shape[0] * (x.shape[1] // group)
     strides = () if call.case.layout is ScaleLayout.ROW else (scales.stride(1),)
     kernel = (
@@ -70,6 +71,8 @@ def _fp8_file() -> Any:
 def _supports_activation(case: Case, device: str) -> str | None:
     if case.group != 128 or case.i % 128:
         return f"I = {case.i} must be a multiple of the group, 128."
+    if case.layout is not ScaleLayout.ROW:
+        return "the adapter gathers its scales row by row."
     if device == "cpu" and case.values is Values.SPECIAL and case.clamp is not None:
         return "what a clamp makes of a NaN depends on the compiler; the virtual GPU refuses it."
     return None if case.m else "an empty grid, which CUDA refuses."
@@ -99,7 +102,7 @@ def _dense_only(supports: Any) -> Any:
 
 def _ends_only(supports: Any) -> Any:
     def narrower(case: Case, device: str) -> str | None:
-        if vllm_package.divides():
+        if package.divides():
             return "0.26.0 has no expert_ends."
         reason: str | None = supports(case, device)
         return reason
@@ -107,10 +110,11 @@ def _ends_only(supports: Any) -> Any:
     return narrower
 
 
-def _activation(call: StageCall, *, packed: bool, ends: bool) -> Produced:
+def _activation(call: Call, *, packed: bool, ends: bool) -> Produced:
     inputs, case = call.inputs, call.case
-    assert isinstance(inputs, GateUpRows)
     rows, width = inputs.rows, inputs.rows.shape[1] // 2
+    if not ends:
+        demand_contiguous(rows, "vLLM's launcher")
     slot = torch.arange(rows.shape[0], device=rows.device)
     options: dict[str, Any] = {
         "clamp_limit": inputs.limit, "alpha": inputs.alpha, "beta": inputs.beta,
@@ -119,7 +123,10 @@ def _activation(call: StageCall, *, packed: bool, ends: bool) -> Produced:
         experts = inputs.counts.numel()
         owner = torch.arange(experts, device=rows.device).repeat_interleave(inputs.counts.long())
         placed = place(owner, experts, ALIGNMENT)
-        slot, buffer = placed.slot, torch.full_like(rows[:1], float("nan")).repeat(placed.rows, 1)
+        slot, buffer = (
+            placed.slot,
+            torch.full_like(rows[:1], float("nan")).repeat(rows_of(placed), 1),
+        )
         buffer[slot] = rows
         rows = buffer
         options |= {"expert_ends": placed.ends, "expert_alignment": ALIGNMENT}
@@ -136,8 +143,9 @@ def _activation(call: StageCall, *, packed: bool, ends: bool) -> Produced:
                 use_ue8m0=case.scale.is_power_of_two, **options,
             )  # fmt: skip
     kept = scales[slot].contiguous()
-    # The last word's missing groups hold the exponent of the floor; nothing reads them.
-    wide = ue8m0_decode(unpack_ue8m0(kept, width // 128)) if packed else kept
+    if packed:
+        # The last word's missing groups hold the exponent of the floor; nothing reads them.
+        kept = without_missing_groups(kept, width // 128)
     fates = torch.full((rows.shape[0],), Fate.UNTOUCHED, dtype=torch.int8, device=rows.device)
     fates[slot] = Fate.LIVE
     # The scales were allocated transposed, [groups, aligned rows].
@@ -145,7 +153,7 @@ def _activation(call: StageCall, *, packed: bool, ends: bool) -> Produced:
     across = torch.full((scales.shape[1], tall), Fate.UNTOUCHED, dtype=torch.int8)
     across[:, : rows.shape[0]] = fates.cpu()
     return Produced(
-        outputs={"codes": codes[slot], "scales": wide}, fates={"codes": fates, "scales": across}
+        outputs={"codes": codes[slot], "scales": kept}, fates={"codes": fates, "scales": across}
     )
 
 
@@ -154,13 +162,13 @@ def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
     words = ", the rows of expert ends" if ends else ""
 
     @register(
-        name, stage=Stage.SWIGLU_QUANT,
+        name, stage="swiglu_quant",
         recipes="vllm_deepgemm_packed" if packed else "vllm_deepgemm",
         supports=(_ends_only if ends else _dense_only)(supports), unavailable=unavailable,
-        triton=True,
+        triton=True, versions=package.versions,
         note=f"vLLM {'silu_mul_quant_fp8_packed' if packed else 'silu_mul_per_token_group_quant_fp8_colmajor'}{words}.",  # noqa: E501
     )  # fmt: skip
-    def activation(call: StageCall) -> Produced:
+    def activation(call: Call) -> Produced:
         return _activation(call, packed=packed, ends=ends)
 
 

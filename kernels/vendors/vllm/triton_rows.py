@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from moe_parity.kernels.call import Call, Fate, Produced
 from moe_parity.kernels.registry import register
-from moe_parity.kernels.stage_call import ExpertRows, Fate, Produced, RoutedRows, StageCall
-from moe_parity.kernels.vendors.deepgemm.api import place
-from moe_parity.kernels.vendors.vllm import package as vllm_package
+from moe_parity.kernels.vendors.deepgemm.api import rows_of
+from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, GATHER, functions, unavailable
-from moe_parity.references.language import Case, Routing, ScaleFormat, Stage
+from moe_parity.references.language import Case, InputDtype, Routing
+from moe_parity.references.stages.align import RoutedRows
+from moe_parity.references.stages.routing import place
 
 
 def _gather_file() -> Any:
@@ -22,30 +25,27 @@ def _gather_file() -> Any:
 
 
 def _supports_scatter(case: Case, device: str) -> str | None:  # noqa: ARG001
-    if case.scale is ScaleFormat.UE8M0_PACKED or case.h % 128:
+    if case.scale.is_packed or case.h % 128:
         return "rows of whole groups of 128 with fp32 scales."
     if case.routing is Routing.HOLES:
         return "vLLM's ids are those of experts."
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
-def _scatter(call: StageCall, *, psum: bool) -> Produced:
-    inputs = call.inputs
-    assert isinstance(inputs, RoutedRows)
+def _scatter(call: Call, *, psum: bool) -> Produced:
+    inputs: RoutedRows = call.inputs
     device, width = inputs.codes.device, inputs.codes.shape[1]
-    local = inputs.ids.flatten().long()
-    if inputs.expert_map is not None:
-        local = inputs.expert_map[local].long()
+    local = inputs.expert
     placed = place(local, inputs.experts, ALIGNMENT)
-    counts = (placed.ends - placed.starts).int()
+    counts = placed.counts
     groups = width // 128
-    codes = call.new("codes", (placed.rows, width), (width, 1), torch.uint8)
-    scales = call.new("scales", (placed.rows, groups), (groups, 1), torch.float32)
+    codes = call.new("codes", (rows_of(placed), width), (width, 1), torch.uint8)
+    scales = call.new("scales", (rows_of(placed), groups), (groups, 1), torch.float32)
     index = call.new("index", (local.numel(), 1), (1, 1), torch.int32)
     if psum:
         layout = call.new("layout", (inputs.experts, 1), (1, 1), torch.int32).view(-1)
     else:
-        layout = torch.full((placed.rows,), -1, dtype=torch.int32, device=device)
+        layout = torch.full((rows_of(placed),), -1, dtype=torch.int32, device=device)
     options = {"use_psum_layout": True} if psum else {}
     _gather_file().ep_scatter(
         inputs.codes.view(torch.float8_e4m3fn), inputs.scales, inputs.ids, counts,
@@ -54,7 +54,7 @@ def _scatter(call: StageCall, *, psum: bool) -> Produced:
     )  # fmt: skip
     live = local >= 0
     at = torch.where(live, index.view(-1).long(), 0)
-    fates = torch.full((placed.rows,), Fate.UNTOUCHED, dtype=torch.int8, device=device)
+    fates = torch.full((rows_of(placed),), Fate.UNTOUCHED, dtype=torch.int8, device=device)
     fates[placed.slot[live]] = Fate.LIVE
     found = layout - placed.starts if psum else torch.bincount(layout[layout >= 0], minlength=inputs.experts)  # fmt: skip  # noqa: E501
     # A row outside its expert's range would be read as another's: make it show.
@@ -75,18 +75,19 @@ def _scatter(call: StageCall, *, psum: bool) -> Produced:
 
 
 def _supports_psum_scatter(case: Case, device: str) -> str | None:
-    if vllm_package.divides():
+    if package.divides():
         return "0.26.0 has no prefix-sum layout."
     return _supports_scatter(case, device)
 
 
 def _register_scatter(name: str, *, psum: bool) -> None:
     @register(
-        name, stage=Stage.PERMUTE, recipes="no_rounding",
+        name, stage="permute", recipes="no_rounding",
         supports=_supports_psum_scatter if psum else _supports_scatter, unavailable=unavailable,
-        triton=True, note=f"vLLM ep_scatter, {'prefix sums' if psum else 'm_indices'}.",
+        triton=True, versions=package.versions,
+        note=f"vLLM ep_scatter, {'prefix sums' if psum else 'm_indices'}.",
     )  # fmt: skip
-    def scatter(call: StageCall) -> Produced:
+    def scatter(call: Call) -> Produced:
         return _scatter(call, psum=psum)
 
 
@@ -97,28 +98,30 @@ _register_scatter("vllm_ep_scatter_psum", psum=True)
 def _supports_gather(case: Case, device: str) -> str | None:  # noqa: ARG001
     if case.routing is Routing.HOLES:
         return "vLLM's ids are those of experts."
-    if vllm_package.divides() and case.h % 1024 and case.h & (case.h - 1):
+    if case.dtype is not InputDtype.BF16:
+        return "the adapter has BF16 rows, and the kernel the same type on both sides."
+    if package.divides() and case.h % 1024 and case.h & (case.h - 1):
         return f"0.26.0 does not compile for H = {case.h}: its block is no power of two."
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
 @register(
     "vllm_ep_gather",
-    stage=Stage.COMBINE,
+    stage="combine",
     recipes="vllm_deepgemm",
     supports=_supports_gather,
     unavailable=unavailable,
     triton=True,
+    versions=package.versions,
 )
-def vllm_ep_gather(call: StageCall) -> Produced:
+def vllm_ep_gather(call: Call) -> Tensor:
     """Call vLLM's ep_gather: the top-k sum of rows in an expert-sorted buffer."""
     inputs = call.inputs
-    assert isinstance(inputs, ExpertRows)
     tokens, k, width = inputs.rows.shape
     turned = torch.arange(tokens * k, device=inputs.rows.device).flip(0)
     buffer = inputs.rows.reshape(tokens * k, width)[turned]
-    out = call.new("out", (tokens, width), (width, 1), torch.bfloat16)
+    out = call.new("out")
     _gather_file().ep_gather(
         buffer, inputs.ids, inputs.weights, turned.int().view(tokens, k), inputs.expert_map, out
     )
-    return Produced(outputs={"out": out})
+    return out

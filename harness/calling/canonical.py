@@ -1,0 +1,89 @@
+"""What a kernel returned, made canonical: names, shapes, dtypes and layouts of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_parity.kernels.call import Call, Produced
+from moe_parity.references.arithmetic.formats import E4M3, ue8m0_decode, unpack_ue8m0
+from moe_parity.references.language.stage import Kind, Output
+
+
+class BadOutput(Exception):  # noqa: N818
+    """A kernel returned something that its stage does not have; the text is a sentence."""
+
+
+def canonical(name: str, call: Call, returned: object) -> dict[str, Tensor]:
+    """Return the outputs of kernel ``name`` by name, codes as uint8 and scales as fp32.
+
+    Raises BadOutput, in a sentence, for other names, shapes, dtypes or layouts than the stage has.
+    """
+    wanted = call.stage.outputs(call.case, call.inputs)
+    named = _named(name, call, returned, list(wanted))
+    return {own: _one(name, own, named[own], wanted[own]) for own in wanted if own in named}
+
+
+def _named(name: str, call: Call, returned: object, wanted: list[str]) -> Mapping[str, Tensor]:
+    """Return what a kernel returned as a mapping, whichever way it said it."""
+    stage = call.stage
+    if isinstance(returned, Produced):
+        returned = returned.outputs
+    if isinstance(returned, Tensor):
+        returned = {wanted[-1]: returned} if stage.partial or len(wanted) == 1 else (returned,)
+    if isinstance(returned, tuple | list):
+        if len(returned) != len(wanted):
+            raise BadOutput(
+                f"{name} returned {len(returned)} values, and {stage} has {len(wanted)} outputs: "
+                f"{', '.join(wanted)}; return them in this order, or as a mapping."
+            )
+        returned = dict(zip(wanted, returned, strict=True))
+    if not isinstance(returned, Mapping):
+        raise BadOutput(
+            f"{name} returned {type(returned).__name__}, expected {stage}'s outputs "
+            f"({', '.join(wanted)}) as tensors, in this order, or as a mapping."
+        )
+    needed = {wanted[-1]} if stage.partial else set(wanted)
+    missing, extra = needed - returned.keys(), returned.keys() - set(wanted)
+    if missing or extra:
+        what = (
+            f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(extra))}"
+        )
+        raise BadOutput(f"{name}: its result {what}; {stage}'s outputs are {', '.join(wanted)}.")
+    for own, value in returned.items():
+        if not isinstance(value, Tensor):
+            raise BadOutput(f"{name}: {own} is a {type(value).__name__}, expected a tensor.")
+    return returned
+
+
+def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
+    if wanted.kind is Kind.CODES and tensor.dtype is E4M3.dtype:
+        tensor = tensor.view(torch.uint8)
+    if tensor.dtype is not wanted.dtype or tuple(tensor.shape) != wanted.shape:
+        raise BadOutput(
+            f"{name} returned {own} as {tensor.dtype} {list(tensor.shape)}, expected "
+            f"{wanted.dtype} {list(wanted.shape)}."
+        )
+    packed = wanted.kind is Kind.SCALES and wanted.dtype is torch.int32
+    if wanted.strides is not None and not packed:
+        sizes = zip(tensor.shape, tensor.stride(), wanted.strides, strict=True)
+        if any(size > 1 and got != want for size, got, want in sizes):
+            raise BadOutput(
+                f"{name} returned {own} with strides {tuple(tensor.stride())}, expected "
+                f"{wanted.strides}, the layout that the case asks for."
+            )
+    return _unpacked(name, tensor, wanted) if packed else tensor.contiguous()
+
+
+def _unpacked(name: str, words: Tensor, wanted: Output) -> Tensor:
+    assert wanted.canonical is not None
+    groups = wanted.canonical[-1]
+    found = unpack_ue8m0(words, 4 * words.shape[-1])
+    if bool((found[..., groups:] != 0).any()):
+        raise BadOutput(
+            f"{name} packs exponents of groups that do not exist: the last word of a row of "
+            f"{groups} groups must end in zeros."
+        )
+    return ue8m0_decode(found[..., :groups])

@@ -1,0 +1,108 @@
+"""Run a kernel of any stage on a case: poisoned outputs in, canonical outputs out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.harness.calling.canonical import canonical
+from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
+from moe_parity.kernels import Call, Kernel, Produced
+from moe_parity.references.language import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One call: its canonical outputs, the memory it was given, and what it did to its inputs."""
+
+    outputs: dict[str, Tensor]
+    memory: list[Output]
+    fates: Mapping[str, Tensor]
+    input_kept: bool
+    """Whether the inputs' whole storage is as it was; it is put back where not."""
+
+
+def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ran:
+    """Call a kernel on the inputs of its stage.
+
+    Raises BadOutput, in a sentence, where it returns something that its stage does not have;
+    whatever the kernel itself raises passes through.
+    """
+    handed = kernel.stage.handed(inputs)
+    device = handed[0].device
+    kept = _Kept(handed)
+    new = PoisonedAllocator(device=str(device), poison=poison)
+    call = Call(case=case, stage=kernel.stage, inputs=inputs, allocate=new)
+    try:
+        with poisoned_empty():
+            returned = kernel.run(call)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    finally:
+        input_kept = kept.put_back()
+    return Ran(
+        outputs=canonical(kernel.name, call, returned), memory=new.outputs,
+        fates=returned.fates if isinstance(returned, Produced) else {}, input_kept=input_kept,
+    )  # fmt: skip
+
+
+class _Kept:
+    """The storages of some tensors, gaps between rows included, as they were."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
+        self.memory = [_bytes_of(tensor) for tensor in storages.values()]
+        self.before = [memory.clone() for memory in self.memory]
+
+    def put_back(self) -> bool:
+        """Restore what was changed; return whether nothing was."""
+        same = [torch.equal(m, b) for m, b in zip(self.memory, self.before, strict=True)]
+        for memory, before, kept in zip(self.memory, self.before, same, strict=True):
+            if not kept:
+                memory.copy_(before)
+        return all(same)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Fill what ``torch.empty`` returns with NaN, or the largest integer, for the time of a call.
+
+    A row that a kernel forgets in memory of its own then shows, whatever was there before.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
+    """Return a context in which the virtual GPU runs programs in another order."""
+    if kernel.runs_on(device) != "virtual_gpu":
+        return nullcontext()
+    from moe_parity.kernels.virtual_gpu import shuffled
+
+    return shuffled(case.seed + 1)
+
+
+def on_device(kernel: Kernel, case: Case, device: str) -> dict[str, Tensor]:
+    """Return the canonical outputs of a kernel on a case, for tools that need no checks."""
+    return run(kernel, case, kernel.stage.inputs(case, device)).outputs
+
+
+__all__ = ["Ran", "on_device", "other_order", "poisoned_empty", "run"]

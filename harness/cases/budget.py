@@ -1,0 +1,41 @@
+"""What of a case runs here: the kernel's own word, the chip, the CPU's budget."""
+
+from __future__ import annotations
+
+from moe_parity.harness.session import environment
+from moe_parity.kernels import Kernel
+from moe_parity.references.chips import why_not_modelled
+from moe_parity.references.language import Case, Skip, Why
+
+CPU_COST = 400
+"""Programs times blocks of K that a case may cost on the virtual GPU, some five ms each."""
+
+CPU_OUTPUTS = 1 << 22
+"""Elements that the inputs of a case may have on a CPU."""
+
+
+def skip_of(kernel: Kernel, case: Case, device: str) -> Skip | None:
+    """Return why a case does not run here, or None; the sentence names the kernel."""
+    reason = kernel.why_not(case, device) or _chip(kernel, case, device)
+    if reason is None and device == "cpu":
+        reason = _budget(kernel, case)
+    return reason and Skip(reason.why, f"{kernel.name}: {reason}")
+
+
+def _chip(kernel: Kernel, case: Case, device: str) -> Skip | None:
+    card = environment.gpu() if device == "cuda" else None
+    missing = why_not_modelled(card.capability) if card else None
+    if missing is None or not kernel.on_chip(case, device):
+        return None
+    return Skip(Why.NEEDS_CHIP, f"{missing}.")
+
+
+def _budget(kernel: Kernel, case: Case) -> Skip | None:
+    cost = kernel.stage.cost(case)
+    if kernel.triton and cost > CPU_COST:
+        return Skip(Why.BUDGET, f"{cost} programs are over the CPU's budget of {CPU_COST}.")
+    rows = case.i if "m" not in kernel.stage.sizes else case.m
+    outputs = rows * (case.h if "h" in kernel.stage.sizes else case.i)
+    if outputs > CPU_OUTPUTS:
+        return Skip(Why.BUDGET, f"{outputs} outputs are over the CPU's budget of {CPU_OUTPUTS}.")
+    return None

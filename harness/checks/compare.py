@@ -1,0 +1,127 @@
+"""Canonical outputs compared bit for bit, and a difference in words.
+
+The rule for NaN, stated here once: what is compared is that a value is NaN, not its sign or
+payload, which projects leave to the library (0x7f or 0xff, 0x7fffffff or 0x7fc00000).  The sign of
+zero is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import E4M3, canonical_nan, to_f32
+from moe_parity.references.language.stage import Kind, Output, Outputs
+
+
+def comparable(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers, every NaN the same."""
+    if tensor.dtype is torch.uint8:
+        return torch.where(E4M3.is_nan(tensor), E4M3.nan, tensor.int())
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    if tensor.dtype is torch.float32:
+        return canonical_nan(tensor).view(torch.int32)
+    bits = tensor.contiguous().view(torch.int16).int()
+    return torch.where(torch.isnan(to_f32(tensor)), 0x7FFF, bits)
+
+
+def mask(got: Tensor, want: Tensor, live: Tensor | None) -> Tensor:
+    """Return where two tensors differ, in live rows."""
+    bad = comparable(got) != comparable(want)
+    return bad if live is None else bad & live.view(-1, *[1] * (bad.dim() - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How one output differs from what is expected."""
+
+    name: str
+    output: Output
+    wrong: int
+    of: int
+    """Elements compared: those of live rows."""
+    farthest: int | None
+    """The largest distance in values that the format has in between; None for integers."""
+    index: tuple[int, ...]
+    """Of the first mismatch; empty where there is none."""
+    got: str
+    want: str
+    """The first mismatch in bits and value."""
+
+    @property
+    def words(self) -> str:
+        """Return for instance ``18 of 32768 codes (at most 1 step)``, ``all 256 scales equal``."""
+        if not self.wrong:
+            return f"all {self.of} {self.output.noun} equal"
+        unit = "step" if self.output.kind is Kind.CODES else "ulp"
+        far = self.farthest
+        plural = "s" if unit == "step" and far != 1 else ""
+        tail = "" if far is None else f" (at most {far} {unit}{plural})"
+        return f"{self.wrong} of {self.of} {self.output.noun}{tail}"
+
+
+def differences(
+    outputs: Mapping[str, Output], got: Outputs, want: Outputs, live: Mapping[str, Tensor]
+) -> list[Difference]:
+    """Compare every output that was returned, scales before codes: a cause before its effects."""
+    order = sorted(got, key=lambda name: outputs[name].kind is not Kind.SCALES)
+    return [_difference(n, outputs[n], got[n], want[n], live.get(n)) for n in order]
+
+
+def _difference(
+    name: str, output: Output, got: Tensor, want: Tensor, live: Tensor | None
+) -> Difference:
+    bad = mask(got, want, live)
+    wrong, rows = int(bad.sum()), got.shape[0] if live is None else int(live.sum())
+    total = got.numel() if live is None else rows * (got.numel() // max(got.shape[0], 1))
+    index = tuple(int(n) for n in bad.nonzero()[0]) if wrong else ()
+    return Difference(
+        name=name, output=output, wrong=wrong, of=total, farthest=_farthest(got, want, bad),
+        index=index, got=_words(got, index) if wrong else "",
+        want=_words(want, index) if wrong else "",
+    )  # fmt: skip
+
+
+def _farthest(got: Tensor, want: Tensor, bad: Tensor) -> int | None:
+    if not (got.dtype.is_floating_point or got.dtype is torch.uint8):
+        return None
+    if not bool(bad.any()):
+        return 0
+    width = 8 * got.element_size()
+    left, right = (ordered(comparable(t)[bad], width) for t in (got, want))
+    return int((left - right).abs().max())
+
+
+def ordered(bits: Tensor, width: int) -> Tensor:
+    """Map sign-magnitude bits to integers in the order of their values (both zeros are 0)."""
+    wide = bits.long() & ((1 << width) - 1)
+    magnitude = wide & ((1 << (width - 1)) - 1)
+    return torch.where(wide >> (width - 1) == 1, -magnitude, magnitude)
+
+
+def _words(tensor: Tensor, index: tuple[int, ...]) -> str:
+    value = tensor[index].reshape(1)
+    digits = 2 * value.element_size()
+    if value.dtype is torch.uint8:
+        return f"code 0x{int(value):02x} ({float(E4M3.decode(value)):g})"
+    if not value.dtype.is_floating_point:
+        return str(int(value))
+    kind = {4: torch.int32, 2: torch.int16}[value.element_size()]
+    word = int(value.view(kind)[0]) & ((1 << 4 * digits) - 1)
+    return f"0x{word:0{digits}x} ({float(value):.9g})"
+
+
+def where(inputs: Any, output: Output, index: tuple[int, ...]) -> str:
+    """Return an index in words: ``token 3, k 1, column 4093 (expert 17)``."""
+    parts = [f"{axis} {n}" for axis, n in zip(output.axes, index, strict=True)]
+    tail = ""
+    if output.axes[0] == "pair" and getattr(inputs, "expert", None) is not None:
+        k = inputs.ids.shape[1] if hasattr(inputs, "ids") else inputs.batch.ids.shape[1]
+        parts[0] = f"token {index[0] // k}, k {index[0] % k}"
+        tail = f" (expert {int(inputs.expert[index[0]])})"
+    return ", ".join(parts) + tail

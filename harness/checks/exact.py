@@ -1,0 +1,146 @@
+"""The check ``exact``: every bit as the recipe says, else which decision differs.
+
+And the other way round: how many outputs of these very inputs would have told a mutant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.harness.checks.compare import Difference, differences, mask, where
+from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.references.language import Case, Recipe, Stage
+from moe_parity.references.language.stage import Kind, Outputs
+
+MEASURE_BELOW = 1 << 23
+"""Outputs up to which the power of the inputs is measured against every mutant."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Outputs of one stage that are to be judged."""
+
+    who: str
+    stage: Stage[Any]
+    case: Case
+    inputs: Any
+    got: Outputs
+
+    def against(self, recipe: Recipe) -> dict[str, Tensor]:
+        """Return what a recipe gives."""
+        made = self.stage.reference(self.case, self.inputs, recipe)
+        return {name: made[name] for name in self.got}
+
+    def differences(self, want: Outputs) -> list[Difference]:
+        """Return how the outputs differ from others, in live rows."""
+        outputs = self.stage.outputs(self.case, self.inputs)
+        return differences(outputs, self.got, want, self.stage.live(self.case, self.inputs))
+
+    def equals(self, want: Outputs) -> bool:
+        """Whether every live bit is the same."""
+        live = self.stage.live(self.case, self.inputs)
+        return not any(bool(mask(self.got[n], want[n], live.get(n)).any()) for n in self.got)
+
+
+def exact(
+    judged: Judged, recipes: tuple[Recipe, ...], *, check: str, power: bool, search: bool = True
+) -> Verdict:
+    """Compare with the nearest of the recipes that a kernel may follow.
+
+    ``power`` counts the outputs that a mutant would change, ``search`` looks for the decision that
+    differs: both cost one reference a mutant.
+    """
+    tried = [(recipe, judged.against(recipe)) for recipe in recipes]
+    compared = [(r, want, judged.differences(want)) for r, want in tried]
+    recipe, want, found = min(compared, key=lambda entry: sum(d.wrong for d in entry[2]))
+    verdict = _verdict(judged, recipe, found, check)
+    if verdict.failed:
+        return _explained(verdict, judged, recipe, found, search)
+    if power and verdict.compared <= MEASURE_BELOW:
+        return _with_power(verdict, judged, recipe, want)
+    return verdict
+
+
+def _verdict(judged: Judged, recipe: Recipe, found: list[Difference], check: str) -> Verdict:
+    wrong = sum(d.wrong for d in found)
+    ulps = [d.farthest for d in found if d.farthest is not None and d.output.kind is not Kind.CODES]
+    codes = [d.wrong for d in found if d.output.kind is Kind.CODES]
+    bf16, f64 = judged.stage.errors(judged.case, judged.inputs, judged.got)
+    return Verdict(
+        check=check, verdict="fail" if wrong else "pass", recipe=recipe.name,
+        compared=sum(d.of for d in found), differing=wrong, code_flips=sum(codes),
+        max_ulp=max(ulps) if ulps else None, rel_err_bf16=bf16, rel_err_f64=f64,
+    )  # fmt: skip
+
+
+def _explained(
+    verdict: Verdict, judged: Judged, recipe: Recipe, found: list[Difference], search: bool
+) -> Verdict:
+    first = next(d for d in found if d.wrong)
+    place = where(judged.inputs, first.output, first.index)
+    of = f" of {first.name}" if len(found) > 1 and first.output.kind is Kind.VALUES else ""
+    matches = list(identify(judged, recipe)) if search else []
+    if matches:
+        why = f" The bits match with {' or '.join(matches)}."
+    else:
+        apart = _apart(judged, recipe, found) if search and len(found) > 1 else ""
+        why = f" No recipe with one decision changed has these bits{apart}." if search else ""
+    text = (
+        f"{judged.stage} of {judged.who} differs from recipe {recipe.name} at {place}{of}: got "
+        f"{first.got}, expected {first.want}; {', '.join(d.words for d in found)}.{why}"
+    )
+    return dataclasses.replace(verdict, message=text, decision=" or ".join(matches))
+
+
+def identify(judged: Judged, recipe: Recipe) -> Iterator[str]:
+    """Yield the single changes of a recipe that give the bits that were seen."""
+    for label, changed in judged.stage.neighbours(recipe):
+        if judged.equals(judged.against(changed)):
+            yield label
+
+
+def _apart(judged: Judged, recipe: Recipe, found: list[Difference]) -> str:
+    """Say which changes give one output alone, for each that differs; empty if none does.
+
+    One wrong division often moves two decisions: the scale and what elements are divided by.
+    """
+    live = judged.stage.live(judged.case, judged.inputs)
+    names: dict[str, list[str]] = {d.name: [] for d in found if d.wrong}
+    for label, changed in judged.stage.neighbours(recipe):
+        want = judged.against(changed)
+        for name, labels in names.items():
+            if not bool(mask(judged.got[name], want[name], live.get(name)).any()):
+                labels.append(label)
+    parts = [f"{name} match with {' or '.join(labels)}" for name, labels in names.items() if labels]
+    return f": {'; '.join(parts)}" if parts else ""
+
+
+def _with_power(verdict: Verdict, judged: Judged, recipe: Recipe, want: Outputs) -> Verdict:
+    """Measure the power of the inputs: run every mutant and collect where it differs."""
+    live = judged.stage.live(judged.case, judged.inputs)
+    shown = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in want.items()}
+    told: dict[str, int] = {}
+    mutants = 0
+    for label, changed in judged.stage.neighbours(recipe):
+        mutants += 1
+        other = judged.against(changed)
+        masks = {name: mask(other[name], want[name], live.get(name)) for name in want}
+        for name, bad in masks.items():
+            shown[name] |= bad
+        count = sum(int(bad.sum()) for bad in masks.values())
+        if count:
+            told[label] = count
+    nearest = min(told, key=lambda name: told[name]) if told else ""
+    could = sum(int(bad.sum()) for bad in shown.values())
+    return dataclasses.replace(
+        verdict,
+        # Copies and integers have no mutants: every one of them could have been red.
+        could_show=could if mutants else verdict.compared,
+        nearest_mutant=nearest,
+        mutant_distance=told.get(nearest),
+    )

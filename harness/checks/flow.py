@@ -1,0 +1,231 @@
+"""The one flow of checks, for a kernel of any stage.
+
+Every check of a kernel's contract starts from the same call and gives one verdict.  Zero tolerance:
+the recipe is known, so every bit is.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_parity.harness.calling.canonical import BadOutput
+from moe_parity.harness.calling.poison import POISONS
+from moe_parity.harness.calling.run import Ran, other_order, run
+from moe_parity.harness.checks.compare import differences, where
+from moe_parity.harness.checks.exact import Judged, exact
+from moe_parity.harness.checks.memory import write_fault
+from moe_parity.harness.checks.verdict import Verdict, found
+from moe_parity.kernels import Kernel
+from moe_parity.references.arithmetic.formats import E4M3
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, Check, Hazard, Recipe
+from moe_parity.references.language.stage import Kind, Subset
+
+
+def check(
+    kernel: Kernel, case: Case, device: str, *, inputs: Any = None, power: bool = False
+) -> Iterator[Verdict]:
+    """Yield the verdict of every check in the kernel's contract.
+
+    ``inputs`` replace those that the stage makes of the case; ``power`` counts the outputs that
+    could have been red, at the cost of one reference a mutant.  A kernel that raises has failed; it
+    may refuse input that is not contiguous, with a ParityError.
+    """
+    made = kernel.stage.inputs(case, device) if inputs is None else inputs
+    try:
+        kernel.recipes(case, device)
+    except Exception as error:
+        yield raised(kernel, case, error)
+        return
+    try:
+        ran = run(kernel, case, made)
+    except Exception as error:
+        if isinstance(error, ParityError) and case.hazard is not Hazard.NONE:
+            reason = f"refused: {first_line(error)}"
+            yield Verdict(check=Check.EXACT, verdict="skip", reason=reason)
+        else:
+            yield raised(kernel, case, error)
+        return
+    yield from _exact(kernel, case, device, made, ran, power=power)
+    yield from _others(kernel, case, device, made, ran)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def raised(kernel: Kernel, case: Case, error: Exception, name: str = Check.EXACT) -> Verdict:
+    """Return the red verdict of a kernel that raised, with the kernel's own line."""
+    text, place = first_line(error), ""
+    if not isinstance(error, BadOutput):
+        text = f"{type(error).__name__}: {text}"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == str(kernel.source)]
+        for frame in (own or frames)[-1:]:
+            place = f" ({frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno})"
+    return found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
+
+
+def _exact(
+    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, *, power: bool
+) -> Iterator[Verdict]:
+    """Judge the stages inside, each on the kernel's own upstream tensors, then the whole."""
+    stage, recipes = kernel.stage, kernel.recipes(case, device)
+    starts = []
+    for inner in stage.inner(case, inputs, ran.outputs):
+        judged = Judged(
+            who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs, got=inner.got
+        )
+        verdict = exact(judged, recipes, check=f"exact_{inner.stage}", power=power)
+        starts += [inner.stage.name] if verdict.failed else []
+        yield _of_stage(verdict, inner.stage.name)
+    name = f"exact_{stage}" if stage.partial else Check.EXACT
+    got = {list(ran.outputs)[-1]: list(ran.outputs.values())[-1]} if stage.partial else ran.outputs
+    alone = len(ran.outputs) == 1
+    judged = Judged(who=kernel.name, stage=stage, case=case, inputs=inputs, got=got)
+    searched = not stage.partial or alone
+    verdict = exact(judged, recipes, check=name, power=power and searched, search=searched)
+    if verdict.failed and starts:
+        message = f"{verdict.message} It starts in {' and '.join(starts)}."
+        verdict = _with(verdict, message=message)
+    yield verdict
+
+
+def _of_stage(verdict: Verdict, stage: str) -> Verdict:
+    return _with(verdict, stage=stage)
+
+
+def _with(verdict: Verdict, **changes: Any) -> Verdict:
+    return Verdict(**{**verdict.fields(), **changes})
+
+
+def _others(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Iterator[Verdict]:
+    checks, recipe = kernel.contract.checks, kernel.recipes(case, device)[0]
+    if Check.INPUT_KEPT in checks:
+        fault = "" if ran.input_kept else f"{kernel.stage} of {kernel.name} writes to its input."
+        compared = sum(t.numel() for t in kernel.stage.handed(inputs))
+        yield found(Check.INPUT_KEPT, fault, compared=compared)
+    if Check.FINITE in checks:
+        yield finite(kernel, case, inputs, ran, recipe)
+    if checks & {Check.WRITE_SET, Check.RERUN}:
+        try:
+            # On other memory; on the virtual GPU also in another order of programs.
+            with other_order(kernel, case, device):
+                again = run(kernel, case, inputs, poison=POISONS[1])
+        except Exception as error:
+            yield raised(kernel, case, error, Check.RERUN)
+        else:
+            if Check.WRITE_SET in checks:
+                yield write_set(kernel, case, inputs, ran, again)
+            if Check.RERUN in checks:
+                yield rerun(kernel, case, inputs, ran, again)
+    if Check.ROW_SUBSET in checks:
+        yield row_subset(kernel, case, device, inputs, ran)
+
+
+def finite(kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipe: Recipe) -> Verdict:
+    """Every live output is finite where the reference is."""
+    stage = kernel.stage
+    want, outputs = stage.reference(case, inputs, recipe), stage.outputs(case, inputs)
+    live = stage.live(case, inputs)
+    compared = wrong = 0
+    fault = ""
+    for name, got in ran.outputs.items():
+        output = outputs[name]
+        if output.kind is Kind.INTEGERS:
+            continue
+        codes = output.kind is Kind.CODES
+        here, there = (E4M3.is_nan(t) if codes else ~torch.isfinite(t) for t in (got, want[name]))
+        bad = here & ~there
+        if name in live:
+            bad &= live[name].view(-1, *[1] * (bad.dim() - 1))
+        compared += bad.numel()
+        if bool(bad.any()):
+            wrong += int(bad.sum())
+            place = where(inputs, output, tuple(int(n) for n in bad.nonzero()[0]))
+            fault = fault or (
+                f"{stage} of {kernel.name} is not finite at {place} of {name}, where recipe "
+                f"{recipe.name} is"
+            )
+    if all(output.kind is Kind.INTEGERS for output in outputs.values()):
+        return Verdict(check=Check.FINITE, verdict="skip", reason="integers are all finite")
+    text = f"{fault}; {wrong} outputs in all." if fault else ""
+    return found(Check.FINITE, text, recipe=recipe.name, compared=compared, differing=wrong)
+
+
+def write_set(kernel: Kernel, case: Case, inputs: Any, ran: Ran, again: Ran) -> Verdict:
+    """All that is owned is written, and nothing beside it: guards, stride gaps, padding."""
+    if not ran.memory:
+        reason = "the kernel allocates its own outputs"
+        return Verdict(check=Check.WRITE_SET, verdict="skip", reason=reason)
+    fault = write_fault(kernel, case, inputs, ran, again)
+    text = f"{kernel.stage} of {kernel.name} {fault}." if fault else ""
+    compared = sum(output.storage.numel() for output in ran.memory)
+    return found(Check.WRITE_SET, text, compared=compared)
+
+
+def rerun(kernel: Kernel, case: Case, inputs: Any, ran: Ran, again: Ran) -> Verdict:
+    """Demand the same canonical bits on other memory."""
+    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
+    every = differences(outputs, again.outputs, ran.outputs, live)
+    bad = next((d for d in every if d.wrong), None)
+    text = ""
+    if bad is not None:
+        text = (
+            f"{kernel.stage} of {kernel.name}: a second call, on other memory, gives other bits at "
+            f"{where(inputs, bad.output, bad.index)}: {bad.got}, before {bad.want}; {bad.words}."
+        )
+    total, wrong = sum(d.of for d in every), sum(d.wrong for d in every)
+    return found(Check.RERUN, text, compared=total, differing=wrong)
+
+
+def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Verdict:
+    """Demand that some rows, called alone, keep their bits."""
+    compared = wrong = 0
+    text = reason = ""
+    for part in kernel.stage.subsets(case, inputs):
+        reason = _not_comparable(kernel, case, part.case, device)
+        if reason:
+            break
+        try:
+            alone = run(kernel, part.case, part.inputs)
+        except Exception as error:
+            return raised(kernel, part.case, error, Check.ROW_SUBSET)
+        total, bad, fault = _against_whole(kernel, part, alone, ran)
+        compared, wrong, text = compared + total, wrong + bad, text or fault
+    if not compared:
+        reason = reason or "the case has no proper subset of rows"
+        return Verdict(check=Check.ROW_SUBSET, verdict="skip", reason=reason)
+    return found(Check.ROW_SUBSET, text, compared=compared, differing=wrong)
+
+
+def _not_comparable(kernel: Kernel, case: Case, part: Case, device: str) -> str:
+    refusal = kernel.supports(part, device)
+    if refusal is not None:
+        return f"the kernel does not take the rows alone: {refusal}"
+    if kernel.recipes(part, device) != kernel.recipes(case, device):
+        return "the recipe changes with the number of rows"
+    return ""
+
+
+def _against_whole(kernel: Kernel, part: Subset, alone: Ran, whole: Ran) -> tuple[int, int, str]:
+    stage = kernel.stage
+    names = [name for name in part.rows if name in alone.outputs and name in whole.outputs]
+    got = {name: alone.outputs[name] for name in names}
+    want = {name: whole.outputs[name][part.rows[name]] for name in names}
+    outputs = stage.outputs(part.case, part.inputs)
+    every = differences(outputs, got, want, stage.live(part.case, part.inputs))
+    bad = next((d for d in every if d.wrong), None)
+    fault = ""
+    if bad is not None:
+        fault = (
+            f"{stage} of {kernel.name}: the rows alone give other bits at "
+            f"{where(part.inputs, bad.output, bad.index)} of {part.case.id}: {bad.got}, among the "
+            f"others {bad.want}; {bad.words}."
+        )
+    return sum(d.of for d in every), sum(d.wrong for d in every), fault

@@ -1,0 +1,101 @@
+"""The stage ``align``: pairs sorted into blocks of one expert each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.recipe import Acting, Recipe
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage
+from moe_parity.references.stages.gemm.stage import operand
+from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert, place
+
+FEW_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedRows:
+    """Quantized rows and where they go: the input of ``align`` and ``permute``."""
+
+    codes: Tensor
+    """E4M3 codes [M, H], uint8."""
+    scales: Tensor
+    """fp32 [M, H / 128]."""
+    ids: Tensor
+    """Global expert ids int32 [M, k]."""
+    expert_map: Tensor | None
+    """int32 [E]: the local expert of a global one, or -1; None where the rank owns all."""
+    expert: Tensor
+    """The local expert of each pair, int64 [P]; -1 where the rank does not own it."""
+    first: int
+    """The global id of expert 0."""
+    experts: int
+    """Local experts."""
+    block: int
+    """Rows of a block of ``align``: 16 for up to 64 tokens, else 64, as vLLM's default has it."""
+
+
+def routed_rows(case: Case, device: str) -> RoutedRows:
+    """Return quantized rows [m, h] and their routing."""
+    codes, scales = operand(case, "a", case.m, case.h, 1, device)
+    ids = draw_ids(case, device)
+    return RoutedRows(
+        codes=codes, scales=scales, ids=ids, expert_map=expert_map(case, device),
+        expert=local_expert(ids, case.first_expert, case.local_experts),
+        first=case.first_expert, experts=case.local_experts,
+        block=16 if case.m <= FEW_TOKENS else 64,
+    )  # fmt: skip
+
+
+class Align(Stage[RoutedRows]):
+    """Sort pairs into blocks; inside an expert they keep their order."""
+
+    name = "align"
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("m", "e", "k", "h", "scale", "ep_rank", "ep_size", "routing")),
+        "values": frozenset({Values.NORMAL, Values.AIMED}),
+    }
+    acting: ClassVar[Acting] = {}
+    sizes: ClassVar[tuple[str, ...]] = ("m", "e", "k")
+
+    def inputs(self, case: Case, device: str = "cpu") -> RoutedRows:
+        """Return the routing of m tokens."""
+        return routed_rows(self.check(case), device)
+
+    def cost(self, case: Case) -> int:
+        """Count pairs."""
+        return case.m * case.k
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield eight experts a token."""
+        yield Case(m=24, e=8, k=8, h=256, values=Values.AIMED, seed=11)
+
+    def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:  # noqa: ARG002
+        """Return the expert of each block in use, and the pairs in their slots."""
+        placed = place(inputs.expert, inputs.experts, inputs.block)
+
+        def integers(count: int, axis: str) -> Output:
+            return Output(kind=Kind.INTEGERS, shape=(count,), dtype=torch.int32, axes=(axis,))
+
+        return {
+            "experts": integers(placed.used // inputs.block, "block"),
+            "slots": integers(placed.used, "slot"),
+        }
+
+    def reference(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return blocks and slots; a slot without a pair holds P."""
+        placed = place(inputs.expert, inputs.experts, inputs.block)
+        return {"experts": placed.block_expert(), "slots": placed.pairs().int()}
+
+    def sealed(self, inputs: RoutedRows) -> list[Tensor]:
+        """Return rows and routing."""
+        found = (inputs.codes, inputs.scales, inputs.ids, inputs.expert_map)
+        return [tensor for tensor in found if tensor is not None]
+
+
+ALIGN = Align()

@@ -1,0 +1,218 @@
+"""The stages ``fc1`` and ``fc2``: grouped GEMMs, each pair with its own expert's weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import BLOCK, E4M3, ScaleFormat
+from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.recipe import Acting, Recipe
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
+from moe_parity.references.stages.combine import CombineRecipe, weighted
+from moe_parity.references.stages.gemm.aims import codes, nudged
+from moe_parity.references.stages.gemm.decisions import GemmRecipe
+from moe_parity.references.stages.gemm.reference import biased, grouped, hit
+from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_of
+
+WITNESSED = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, seed=11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedRows:
+    """The operands of a grouped GEMM."""
+
+    a: Tensor
+    """E4M3 codes [T, K], uint8; a row serves ``top_k`` pairs in ``fc1``, one in ``fc2``."""
+    a_scale: Tensor
+    """fp32 [T, ceil(K / 128)]."""
+    w: Tensor
+    """E4M3 codes [E, N, K], uint8."""
+    w_scale: Tensor
+    """fp32 [E, ceil(N / 128), ceil(K / 128)]."""
+    ids: Tensor
+    """Global expert ids int32 [M, k]."""
+    expert: Tensor
+    """The local expert of each pair, int64 [P]; -1 where the rank does not own it."""
+    weights: Tensor | None
+    """Routing weights fp32 [M, k], None for ones; an ``fc2`` kernel may apply them itself."""
+    first: int = 0
+    """The global id of expert 0."""
+    bias: Tensor | None = None
+    """fp32 [E, N]."""
+
+    @property
+    def top_k(self) -> int:
+        """How many pairs a row of ``a`` serves."""
+        return self.expert.numel() // max(self.a.shape[0], 1)
+
+    @property
+    def source(self) -> Tensor:
+        """The row of ``a`` that each pair reads, int64 [P]."""
+        pairs = torch.arange(self.expert.numel(), device=self.expert.device)
+        return pairs // max(self.top_k, 1)
+
+
+def operand(
+    case: Case, name: str, rows: int, k: int, tall: int, device: str, negate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return codes [rows, k] and scales [ceil(rows / tall), ceil(k / 128)].
+
+    Aimed: the second half of K is the first one, negated if asked for, and its scales are moved by
+    a few 2^-20, so that a sum over K ends in a small difference.
+    """
+    aimed = case.values is Values.AIMED and k % (2 * BLOCK) == 0
+    half = k // 2 if aimed else k
+    down, across = -(-rows // tall), -(-half // BLOCK)
+    made = codes(case.seed, name, rows, half, device=device)
+    scale = 1.0 + random_bits.uniform(case.seed, f"{name}/scale", down, across, device=device)
+    if case.scale.is_power_of_two:
+        scale = torch.exp2((4.0 * (scale - 1.0)).floor())
+    if not aimed:
+        return made, scale
+    moved = scale
+    if not case.scale.is_power_of_two:
+        moved = scale * nudged(case.seed, f"{name}/move", down, across, device=device)
+    mirrored = made ^ 0x80 if negate else made
+    return torch.cat([made, mirrored], 1), torch.cat([scale, moved], 1)
+
+
+class _Grouped(Stage[GroupedRows]):
+    """What the two GEMMs share."""
+
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("m", "e", "k", "h", "i", "scale", "ep_rank", "ep_size", "routing")),
+        "hazard": None,
+        "values": frozenset({Values.NORMAL, Values.AIMED}),
+    }
+    sizes = ("m", "e", "k", "h", "i")
+    shared: ClassVar[bool]
+    """Whether a row of the input serves all of its token's pairs."""
+
+    def extent(self, case: Case) -> tuple[int, int]:
+        """Return N and K."""
+        raise NotImplementedError
+
+    def inputs(self, case: Case, device: str = "cpu") -> GroupedRows:
+        """Return the operands; experts without a row hold NaN codes and scales."""
+        self.check(case)
+        n, k = self.extent(case)
+        count, tokens = case.local_experts, case.m if self.shared else case.m * case.k
+        ids = draw_ids(case, device)
+        expert = local_expert(ids, case.first_expert, count)
+        a, a_scale = operand(case, f"{self.name}/a", tokens, k, 1, device)
+        w = torch.full((count, n, k), E4M3.nan, dtype=torch.uint8, device=device)
+        shape = (count, -(-n // BLOCK), -(-k // BLOCK))
+        w_scale = torch.full(shape, float("nan"), device=device)
+        for index in hit(expert):
+            name = f"{self.name}/w/{case.first_expert + index}"
+            w[index], w_scale[index] = operand(case, name, n, k, BLOCK, device, negate=True)
+        weights = random_bits.uniform(case.seed, "weights", case.m, case.k, device=device)
+        return GroupedRows(
+            a=embed(a, case.hazard), a_scale=a_scale, w=w, w_scale=w_scale, ids=ids,
+            expert=expert, weights=0.5 + 0.5 * weights, first=case.first_expert,
+        )  # fmt: skip
+
+    def cost(self, case: Case) -> int:
+        """Count blocks of 16 rows by 64 columns, times blocks of K."""
+        n, k = self.extent(case)
+        pairs = case.m * case.k
+        return min(pairs, case.e + pairs // 16) * -(-n // 64) * -(-k // BLOCK)
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield small differences in both formats, a batch past 64 tokens, and a dense GEMM."""
+        dense = dataclasses.replace(WITNESSED, e=1, k=1, m=48)
+        for case in (WITNESSED, dense):
+            yield case
+            yield dataclasses.replace(case, scale=ScaleFormat.UE8M0)
+        yield dataclasses.replace(WITNESSED, m=65, h=256, i=128)
+
+    def outputs(self, case: Case, inputs: GroupedRows) -> Mapping[str, Output]:  # noqa: ARG002
+        """BF16 rows of every pair; those that are not owned belong to nobody."""
+        shape = (inputs.expert.numel(), inputs.w.shape[1])
+        return {
+            "rows": Output(
+                kind=Kind.VALUES, shape=shape, dtype=torch.bfloat16, axes=("pair", "column")
+            )
+        }
+
+    def reference(self, case: Case, inputs: GroupedRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the rows, +0 where a pair is not owned."""
+        gemm, source = recipe.of("gemm", GemmRecipe), inputs.source
+        rows = grouped(
+            inputs.a[source], inputs.a_scale[source], inputs.w, inputs.w_scale, inputs.expert, gemm
+        )
+        rows = biased(self.scaled(rows, inputs, recipe), inputs.bias, inputs.expert, gemm)
+        return {"rows": torch.where((inputs.expert >= 0)[:, None], rows, torch.zeros_like(rows))}
+
+    def scaled(self, rows: Tensor, inputs: GroupedRows, recipe: Recipe) -> Tensor:  # noqa: ARG002
+        """Return the accumulators as the epilogue leaves them."""
+        return rows
+
+    def live(self, case: Case, inputs: GroupedRows) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return the owned pairs."""
+        return {"rows": inputs.expert >= 0}
+
+    def subsets(self, case: Case, inputs: GroupedRows) -> Iterator[Subset]:
+        """Yield every second token."""
+        tokens, k = inputs.ids.shape
+        odd = every_second(tokens, inputs.ids)
+        if not odd.numel():
+            return
+        pairs = pairs_of(odd, k)
+        rows = odd if self.shared else pairs
+        part = dataclasses.replace(
+            inputs, a=inputs.a[rows], a_scale=inputs.a_scale[rows], ids=inputs.ids[odd],
+            expert=inputs.expert[pairs],
+            weights=None if inputs.weights is None else inputs.weights[odd],
+        )  # fmt: skip
+        case = dataclasses.replace(case, m=odd.numel())
+        yield Subset(case=case, inputs=part, rows={"rows": pairs})
+
+    def sealed(self, inputs: GroupedRows) -> list[Tensor]:
+        """Return the operands, the routing and the weights."""
+        weights = [] if inputs.weights is None else [inputs.weights]
+        operands = [inputs.a, inputs.a_scale, inputs.w, inputs.w_scale]
+        return [*operands, inputs.ids, inputs.expert, *weights]
+
+
+class Fc1(_Grouped):
+    """The first GEMM: gate and up rows of the weights."""
+
+    name = "fc1"
+    acting: ClassVar[Acting] = {"gemm": None}
+    shared = True
+
+    def extent(self, case: Case) -> tuple[int, int]:
+        """Return 2 I and H."""
+        return 2 * case.i, case.h
+
+
+class Fc2(_Grouped):
+    """The second GEMM, on the quantized activations."""
+
+    name = "fc2"
+    acting: ClassVar[Acting] = {"gemm": None, "combine": frozenset({"combine.weights_at"})}
+    needs = frozenset({"gemm"})
+    shared = False
+
+    def extent(self, case: Case) -> tuple[int, int]:
+        """Return H and I."""
+        return case.h, case.i
+
+    def scaled(self, rows: Tensor, inputs: GroupedRows, recipe: Recipe) -> Tensor:
+        """Return the accumulators, times the routing weight where the recipe has it here."""
+        if inputs.weights is None or "combine" not in recipe.parts:
+            return rows
+        return weighted(rows, inputs.weights.flatten(), recipe.of("combine", CombineRecipe))
+
+
+FC1 = Fc1()
+FC2 = Fc2()

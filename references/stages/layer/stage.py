@@ -1,0 +1,218 @@
+"""The stage ``layer``: all of them, each judged on the kernel's own upstream tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, ScaleLayout
+from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.recipe import Acting, Recipe
+from moe_parity.references.language.stage import Inner, Kind, Output, Outputs, Reads, Stage, Subset
+from moe_parity.references.stages.combine import COMBINE, ExpertRows
+from moe_parity.references.stages.gemm.stage import FC1, FC2, GroupedRows
+from moe_parity.references.stages.layer.inputs import layer_inputs
+from moe_parity.references.stages.layer.operands import Experts, LayerInputs, Routed
+from moe_parity.references.stages.layer.reference import layer, layer_float64
+from moe_parity.references.stages.quant.stage import (
+    ACT_QUANT,
+    QuantInputs,
+    code_output,
+    scale_output,
+)
+from moe_parity.references.stages.swiglu.stage import SWIGLU_QUANT, GateUpRows
+
+MEASURED_BELOW = 1 << 24
+"""Multiply-adds of one GEMM up to which a relative error is worth its float64 layer."""
+
+FP32_SCALES = frozenset({ScaleFormat.FP32, ScaleFormat.UE8M0})
+"""What GEMMs on Hopper read."""
+
+
+class Layer(Stage[LayerInputs]):
+    """The whole layer of one rank's experts."""
+
+    name = "layer"
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("m", "e", "k", "h", "i", "clamp", "gate", "ep_rank", "ep_size")),
+        **dict.fromkeys(("routing", "hazard")),
+        "scale": FP32_SCALES,
+        "mid_scale": FP32_SCALES,
+        "values": frozenset({Values.NORMAL, Values.AIMED}),
+    }
+    acting: ClassVar[Acting] = {
+        "act_quant": None, "gemm": None, "swiglu": None, "swiglu_quant": None, "combine": None,
+    }  # fmt: skip
+    sizes = ("m", "e", "k", "h", "i")
+    partial = True
+
+    def inputs(self, case: Case, device: str = "cpu") -> LayerInputs:
+        """Return a batch and the experts; those that no owned pair takes hold NaN."""
+        return layer_inputs(self.check(case), device)
+
+    def cost(self, case: Case) -> int:
+        """Count the programs of both GEMMs, times their blocks of K."""
+        pairs = case.m * case.k // case.ep_size
+        taken = min(pairs, case.e)
+        blocks = taken + max(pairs - taken, 0) // 16
+        first = (2 * case.i // 64) * (case.h // BLOCK)
+        return blocks * (first + (case.h // 64) * (case.i // BLOCK))
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield nothing: a layer is witnessed by its stages."""
+        return iter(())
+
+    def outputs(self, case: Case, inputs: LayerInputs) -> Mapping[str, Output]:  # noqa: ARG002
+        """Every stage's tensors; ``out`` may come alone."""
+        (tokens, hidden), pairs = inputs.batch.x.shape, inputs.batch.ids.numel()
+        width = inputs.experts.w2.shape[2]
+
+        def rows(count: int, columns: int, dtype: torch.dtype, axis: str) -> Output:
+            return Output(
+                kind=Kind.VALUES, shape=(count, columns), dtype=dtype, axes=(axis, "column")
+            )
+
+        def scales(count: int, columns: int, form: ScaleFormat, axis: str) -> Output:
+            made = scale_output(count, columns // BLOCK, form, ScaleLayout.ROW, axis)
+            return dataclasses.replace(made, strides=None)
+
+        asked = inputs.asked
+        return {
+            "act_codes": code_output(tokens, hidden, "token"),
+            "act_scales": scales(tokens, hidden, asked.scale, "token"),
+            "fc1": rows(pairs, 2 * width, torch.bfloat16, "pair"),
+            "mid_codes": code_output(pairs, width, "pair"),
+            "mid_scales": scales(pairs, width, asked.mid, "pair"),
+            "fc2": rows(pairs, hidden, torch.bfloat16, "pair"),
+            "out": rows(tokens, hidden, asked.dtype, "token"),
+        }
+
+    def reference(self, case: Case, inputs: LayerInputs, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return every stage's tensors, each from the one before."""
+        return dict(vars(layer(inputs, recipe)))
+
+    def live(self, case: Case, inputs: LayerInputs) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return the owned pairs."""
+        return dict.fromkeys(("fc1", "mid_codes", "mid_scales", "fc2"), inputs.expert >= 0)
+
+    def subsets(self, case: Case, inputs: LayerInputs) -> Iterator[Subset]:
+        """Yield the first token alone and the last one alone."""
+        if case.m < 2:
+            return
+        for token in (0, case.m - 1):
+            part = dataclasses.replace(inputs, batch=rows_of(inputs.batch, [token]))
+            rows = {"out": torch.tensor([token], device=inputs.batch.x.device)}
+            yield Subset(case=dataclasses.replace(case, m=1), inputs=part, rows=rows)
+
+    def inner(self, case: Case, inputs: LayerInputs, got: Outputs) -> Iterator[Inner]:
+        """Yield the five stages inside, as far as the kernel shows what lies before them."""
+        plain = dataclasses.replace(
+            case, mid_scale=None, clamp=None, layout=ScaleLayout.ROW, hazard=type(case.hazard).NONE
+        )
+        for stage, made, names in _INSIDE:
+            if not set(names.values()) <= got.keys():
+                continue
+            upstream = made(inputs, got)
+            if upstream is not None:
+                form = case.mid if stage is SWIGLU_QUANT else case.scale
+                seen = {name: got[own] for name, own in names.items()}
+                own_case = dataclasses.replace(plain, scale=form)
+                yield Inner(stage=stage, case=own_case, inputs=upstream, got=seen)
+
+    def handed(self, inputs: LayerInputs) -> list[Tensor]:
+        """Return the batch; experts are too large to copy for every call."""
+        batch = inputs.batch
+        return [t for t in (batch.x, batch.ids, batch.weights) if t is not None]
+
+    def errors(
+        self, case: Case, inputs: LayerInputs, got: Outputs
+    ) -> tuple[float | None, float | None]:
+        """Return the L2 distances to an unquantized layer through BF16 and in float64."""
+        if case.values is not Values.NORMAL or case.m * case.i * case.h > MEASURED_BELOW:
+            return None, None
+        found = []
+        for through_bf16 in (True, False):
+            exact = layer_float64(
+                inputs.batch, inputs.experts, inputs.asked, through_bf16=through_bf16
+            )
+            norm = float(exact.norm())
+            found.append(float((got["out"].double() - exact).norm()) / norm if norm else None)
+        return found[0], found[1]
+
+    def neighbours(self, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+        """Yield the neighbours of every part; the two quantizers are told apart by name."""
+        return recipe.neighbours(self.acting, several=True)
+
+
+def rows_of(batch: Routed, tokens: list[int]) -> Routed:
+    """Return the batch of some tokens."""
+    weights = None if batch.weights is None else batch.weights[tokens].contiguous()
+    return Routed(x=batch.x[tokens], ids=batch.ids[tokens].contiguous(), weights=weights)
+
+
+# --- the stages inside --------------------------------------------------------------------------
+
+
+def _act_quant(inputs: LayerInputs, got: Outputs) -> QuantInputs:  # noqa: ARG001
+    return QuantInputs(x=inputs.batch.x)
+
+
+def _gemm(inputs: LayerInputs, codes: Tensor, scales: Tensor, first: bool) -> GroupedRows:
+    experts, batch = inputs.experts, inputs.batch
+    w, w_scale = (experts.w13, experts.w13_scale) if first else (experts.w2, experts.w2_scale)
+    bias = experts.bias13 if first else experts.bias2
+    return GroupedRows(
+        a=codes, a_scale=scales.contiguous(), w=w, w_scale=w_scale, ids=batch.ids,
+        expert=inputs.expert, weights=batch.weights, first=experts.first, bias=bias,
+    )  # fmt: skip
+
+
+def _fc1(inputs: LayerInputs, got: Outputs) -> GroupedRows | None:
+    if not {"act_codes", "act_scales"} <= got.keys():
+        return None
+    return _gemm(inputs, got["act_codes"], got["act_scales"], True)
+
+
+def _swiglu_quant(inputs: LayerInputs, got: Outputs) -> GateUpRows | None:
+    if "fc1" not in got:
+        return None
+    asked, expert = inputs.asked, inputs.expert
+    counts = torch.bincount(expert[expert >= 0], minlength=inputs.experts.count).int()
+    return GateUpRows(
+        rows=got["fc1"], counts=counts, expert=expert, limit=asked.limit, alpha=asked.alpha,
+        beta=asked.beta,
+    )  # fmt: skip
+
+
+def _fc2(inputs: LayerInputs, got: Outputs) -> GroupedRows | None:
+    if not {"mid_codes", "mid_scales"} <= got.keys():
+        return None
+    return _gemm(inputs, got["mid_codes"], got["mid_scales"], False)
+
+
+def _combine(inputs: LayerInputs, got: Outputs) -> ExpertRows | None:
+    if "fc2" not in got:
+        return None
+    batch, experts = inputs.batch, inputs.experts
+    return ExpertRows(
+        rows=got["fc2"].view(*batch.ids.shape, got["fc2"].shape[-1]), weights=batch.weights, ids=batch.ids,
+        expert_map=None, expert=inputs.expert, first=experts.first, experts=experts.count,
+    )  # fmt: skip
+
+
+_INSIDE = (
+    (ACT_QUANT, _act_quant, {"codes": "act_codes", "scales": "act_scales"}),
+    (FC1, _fc1, {"rows": "fc1"}),
+    (SWIGLU_QUANT, _swiglu_quant, {"codes": "mid_codes", "scales": "mid_scales"}),
+    (FC2, _fc2, {"rows": "fc2"}),
+    (COMBINE, _combine, {"out": "out"}),
+)
+"""Stage, its inputs from the layer's and the kernel's tensors, its outputs among the layer's."""
+
+LAYER = Layer()
+
+__all__ = ["LAYER", "Experts", "Layer", "LayerInputs", "rows_of"]

@@ -1,0 +1,81 @@
+"""The stage ``permute``: quantized rows copied to where their experts read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.language.case import Case
+from moe_parity.references.language.recipe import Recipe
+from moe_parity.references.language.stage import Kind, Output, Reads, Subset, every_second
+from moe_parity.references.stages.align import Align, RoutedRows
+from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.routing import pairs_of
+
+
+class Permute(Align):
+    """Copy the row and the scales of each pair that is owned."""
+
+    name = "permute"
+    reads: ClassVar[Reads] = {**Align.reads, "hazard": None}
+    sizes = ("m", "e", "k", "h")
+
+    def inputs(self, case: Case, device: str = "cpu") -> RoutedRows:
+        """Return quantized rows [m, h] and their routing."""
+        made = super().inputs(case, device)
+        return dataclasses.replace(made, codes=embed(made.codes, case.hazard))
+
+    def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:  # noqa: ARG002
+        """Return each pair's codes and scales, and how many rows every expert has."""
+        pairs = inputs.expert.numel()
+        return {
+            "codes": Output(
+                kind=Kind.CODES, shape=(pairs, inputs.codes.shape[1]), dtype=torch.uint8,
+                axes=("pair", "column"), noun="codes",
+            ),
+            "scales": Output(
+                kind=Kind.SCALES, shape=(pairs, inputs.scales.shape[1]), dtype=torch.float32,
+                axes=("pair", "scale"), noun="scales",
+            ),
+            "counts": Output(
+                kind=Kind.INTEGERS, shape=(inputs.experts,), dtype=torch.int32, axes=("expert",),
+                noun="counts",
+            ),
+        }  # fmt: skip
+
+    def reference(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the copies, zeros where a pair is not owned."""
+        mine = (inputs.expert >= 0)[:, None]
+        pairs = torch.arange(inputs.expert.numel(), device=inputs.expert.device)
+        token = pairs // inputs.ids.shape[1]
+        own = inputs.expert[inputs.expert >= 0]
+        return {
+            "codes": torch.where(mine, inputs.codes[token], 0),
+            "scales": torch.where(mine, inputs.scales[token], 0.0),
+            "counts": torch.bincount(own, minlength=inputs.experts).int(),
+        }
+
+    def live(self, case: Case, inputs: RoutedRows) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return the owned pairs."""
+        return dict.fromkeys(("codes", "scales"), inputs.expert >= 0)
+
+    def subsets(self, case: Case, inputs: RoutedRows) -> Iterator[Subset]:
+        """Yield every second token."""
+        tokens, k = inputs.ids.shape
+        odd = every_second(tokens, inputs.ids)
+        if not odd.numel():
+            return
+        pairs = pairs_of(odd, k)
+        part = dataclasses.replace(
+            inputs, codes=inputs.codes[odd], scales=inputs.scales[odd], ids=inputs.ids[odd],
+            expert=inputs.expert[pairs],
+        )  # fmt: skip
+        case = dataclasses.replace(case, m=odd.numel())
+        yield Subset(case=case, inputs=part, rows={"codes": pairs, "scales": pairs})
+
+
+PERMUTE = Permute()

@@ -1,0 +1,1 @@
+"""Block quantization: activations in groups, weights in tiles."""

@@ -1,0 +1,205 @@
+"""Block quantization to E4M3, for any recipe, bit for bit.
+
+``act_quant`` groups 1 x G along a row, ``weight_quant`` 128 x 128 blocks with ragged edges.  Both
+interpret a :class:`QuantRecipe`; the formulas are the options' own words in
+``decisions.py``.  Pure functions of torch tensors, the same on a CPU and a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic import rounding
+from moe_parity.references.arithmetic.formats import (
+    BLOCK,
+    E4M3,
+    F32_NAN_BITS,
+    ScaleFormat,
+    from_bits,
+    round_bf16,
+    to_f32,
+)
+from moe_parity.references.arithmetic.rounding import div_rn, f32, mul_rn
+from moe_parity.references.chips import special
+from moe_parity.references.errors import ParityError
+from moe_parity.references.stages.quant.decisions import (
+    Apply,
+    Floor,
+    NanAmax,
+    NanElement,
+    Overflow,
+    PowerOfTwo,
+    QuantRecipe,
+    ScaleForm,
+    ZeroGroup,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantOutput:
+    """The result of a quantization in canonical form.
+
+    ``codes`` are uint8 [rows, columns]; ``scales`` fp32 [rows, groups] (activations) or
+    [ceil(rows / 128), ceil(columns / 128)] (weights), whatever layout or packing a kernel uses.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+AMAX_OVERFLOW = 1.3165537626040637e-36
+"""Smallest fp32 whose quotient 448 / amax is finite, bits 0x03e00001."""
+
+_AMAX_FLOORS = {
+    Floor.AMAX_OVERFLOW: AMAX_OVERFLOW,
+    Floor.AMAX_1E_10: 1e-10,
+    Floor.AMAX_1E_4: 1e-4,
+}
+_SCALE_FLOORS = {
+    Floor.SCALE_1E_10: 1e-10,
+    Floor.SCALE_FUSED: 1.0 / (448.0 * 512.0),
+    Floor.SCALE_MIN_NORMAL: 2.0**-126,
+}
+_NAN_CODES = {NanElement.KEEP: E4M3.nan, NanElement.LOW: 0xFE, NanElement.HIGH: 0x7E}
+
+
+def act_quant(
+    x: Tensor, recipe: QuantRecipe, *, group: int = BLOCK, scale: ScaleFormat = ScaleFormat.FP32
+) -> QuantOutput:
+    """Quantize ``x`` [M, K] (bf16, fp16 or fp32) in groups of 1 x ``group``.
+
+    Returns codes [M, K] and fp32 scales [M, K / group].  Raises ParityError where K is not a
+    multiple of the group.
+    """
+    rows, columns = x.shape
+    if columns % group:
+        raise ParityError(f"K = {columns} is not a multiple of the group, {group}.")
+    codes, scales = quantize(
+        to_f32(x).reshape(-1, group), recipe, power_of_two=scale.is_power_of_two
+    )
+    return QuantOutput(codes=codes.view(rows, columns), scales=scales.view(rows, columns // group))
+
+
+def weight_quant(
+    w: Tensor, recipe: QuantRecipe, *, block: int = BLOCK, scale: ScaleFormat = ScaleFormat.FP32
+) -> QuantOutput:
+    """Quantize ``w`` [N, K] (bf16, fp16 or fp32) in ``block`` x ``block`` tiles.
+
+    Edges may be ragged: the missing part of a tile counts as zeros.  Returns codes [N, K] and fp32
+    scales [ceil(N / block), ceil(K / block)].
+    """
+    rows, columns = w.shape
+    down, across = -(-rows // block), -(-columns // block)
+    padded = torch.nn.functional.pad(
+        to_f32(w), (0, across * block - columns, 0, down * block - rows)
+    )
+    tiles = padded.view(down, block, across, block).transpose(1, 2).reshape(-1, block * block)
+    codes, scales = quantize(tiles, recipe, power_of_two=scale.is_power_of_two)
+    codes = codes.view(down, across, block, block).transpose(1, 2)
+    codes = codes.reshape(down * block, across * block)[:rows, :columns].contiguous()
+    return QuantOutput(codes=codes, scales=scales.view(down, across))
+
+
+def requantize_weight(
+    codes: Tensor, scales: Tensor, recipe: QuantRecipe, *, block: int = BLOCK
+) -> QuantOutput:
+    """Requantize E4M3 weights [N, K] with fp32 scales to power-of-two scales.
+
+    The weights are RN(decode(q) * s) in fp32, quantized anew (vLLM requant_weight_ue8m0_inplace).
+    """
+    rows, columns = codes.shape
+    wide = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    return weight_quant(
+        mul_rn(E4M3.decode(codes), wide), recipe, block=block, scale=ScaleFormat.UE8M0
+    )
+
+
+def quantize(groups: Tensor, recipe: QuantRecipe, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Quantize fp32 ``groups`` [G, L]; return codes uint8 [G, L] and scales fp32 [G]."""
+    raw = _amax(groups, recipe.nan_amax)
+    amax = _at_least(raw, _AMAX_FLOORS.get(recipe.floor))
+    scale = _scale(amax, recipe, power_of_two)
+    one = f32(1.0, groups)
+    scaled = _apply(groups, amax[:, None], scale[:, None], recipe.apply, power_of_two)
+    if recipe.zero_group is ZeroGroup.SCALE_ONE:
+        zero = raw == 0
+        scale = torch.where(zero, one, scale)
+        scaled = torch.where(zero[:, None], groups, scaled)
+    code = E4M3.encode(scaled)
+    if recipe.overflow is Overflow.NAN:
+        code = torch.where(scaled.abs() > E4M3.rounds_to_largest, _NAN_CODES[NanElement.KEEP], code)
+    code = torch.where(torch.isnan(scaled), _NAN_CODES[recipe.nan_element], code)
+    return code.to(torch.uint8), scale
+
+
+def _amax(groups: Tensor, nan_amax: NanAmax) -> Tensor:
+    size = groups.abs()
+    nan = torch.isnan(size)
+    amax = torch.where(nan, torch.zeros_like(size), size).amax(1)
+    if nan_amax is NanAmax.IGNORE:
+        return amax
+    poisoned = nan.any(1) if nan_amax is NanAmax.PROPAGATE else nan.all(1)
+    return from_bits(torch.where(poisoned, F32_NAN_BITS, amax.view(torch.int32)))
+
+
+def _at_least(x: Tensor, floor: float | None) -> Tensor:
+    """Return max(x, floor), NaN kept."""
+    if floor is None:
+        return x
+    bound = f32(floor, x)
+    return torch.where(x < bound, bound, x)
+
+
+def _scale(amax: Tensor, recipe: QuantRecipe, power_of_two: bool) -> Tensor:
+    """Return the stored scale of groups whose floored maximum is ``amax`` [G]."""
+    top, one, form = f32(E4M3.largest, amax), f32(1.0, amax), recipe.scale_form
+    if form is ScaleForm.MUL_RECIP_448:
+        scale = mul_rn(amax, div_rn(one, top))
+    elif form is ScaleForm.MUL_RECIP_448_BF16:
+        # The product of two BF16 numbers is exact in fp32.
+        scale = round_bf16(mul_rn(amax, round_bf16(div_rn(one, top))))
+    elif power_of_two or form is ScaleForm.DIV_448:
+        # Before a ceiling the two roundings of 1 / (448 / amax) would be one too many.
+        scale = div_rn(amax, top)
+    elif form is ScaleForm.RECIP_OF_MULTIPLIER:
+        scale = div_rn(one, div_rn(top, amax))
+    else:
+        multiplier = special.div_approx(top, amax, ftz=True)
+        scale = special.div_approx(one, multiplier, ftz=True)
+    scale = _at_least(scale, _SCALE_FLOORS.get(recipe.floor))
+    return _power_of_two(scale, recipe.power_of_two) if power_of_two else scale
+
+
+def _power_of_two(scale: Tensor, how: PowerOfTwo) -> Tensor:
+    if how is PowerOfTwo.BIT_CEIL:
+        return rounding.ceil_pow2(scale)
+    if how is PowerOfTwo.BIT_CEIL_CLAMPED:
+        return rounding.ceil_pow2_clamped(scale)
+    if how is PowerOfTwo.LOG2:
+        return special.ex2_approx(torch.ceil(special.libdevice_log2(scale)), ftz=True)
+    if how is PowerOfTwo.LOG2_BF16:
+        # Of a BF16 number the unit's log2 and the exact one round to the same BF16 number.
+        logarithm = round_bf16(torch.log2(scale.double()).float())
+        return special.ex2_approx(torch.ceil(logarithm), ftz=True)
+    return from_bits(scale.view(torch.int32) & 0x7F800000)
+
+
+def _apply(x: Tensor, amax: Tensor, scale: Tensor, how: Apply, power_of_two: bool) -> Tensor:
+    """Return ``x`` [G, L] brought to the range of E4M3, before the cast."""
+    top, one = f32(E4M3.largest, x), f32(1.0, x)
+    if how is Apply.DIVIDE:
+        return div_rn(x, scale)
+    if how is Apply.DIVIDE_FULL:
+        return special.div_full(x, scale)
+    if how is Apply.MUL_RECIP_BF16:
+        return round_bf16(mul_rn(x, round_bf16(div_rn(one, scale))))
+    if how is Apply.MUL_RECIP or power_of_two:
+        # A multiplier of 448 / amax has no meaning beside a power of two: 1 / s, which is exact.
+        return mul_rn(x, div_rn(one, scale))
+    if how is Apply.MUL_MULTIPLIER:
+        return mul_rn(x, div_rn(top, amax))
+    multiplier = special.div_approx(top, amax, ftz=True)
+    return special.flush(mul_rn(special.flush(x), multiplier))

@@ -1,0 +1,183 @@
+"""The stages ``act_quant`` and ``weight_quant``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import BLOCK, E4M3, ScaleFormat, ScaleLayout
+from moe_parity.references.language.case import Case, InputDtype, Values
+from moe_parity.references.language.recipe import Acting, Recipe
+from moe_parity.references.language.stage import (
+    Kind,
+    Output,
+    Outputs,
+    Reads,
+    Stage,
+    Subset,
+    every_second,
+)
+from moe_parity.references.stages.quant import inputs as making
+from moe_parity.references.stages.quant import reference
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+
+WITNESS_SEED = 11
+SPREAD = (Values.NORMAL, Values.WIDE)
+"""Values of which a relative error means something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantInputs:
+    """What is quantized."""
+
+    x: Tensor
+    """bf16, fp16 or fp32 [M, H]; for ``weight_quant`` one expert's weight [N, K]."""
+
+
+def scale_output(
+    rows: int, groups: int, scale: ScaleFormat, layout: ScaleLayout, row: str = "row"
+) -> Output:
+    """Return scales [rows, groups] as a case asks for them."""
+    shape, strides, dtype = scale.stored(rows, groups, layout)
+    return Output(
+        kind=Kind.SCALES, shape=shape, strides=strides, dtype=dtype, canonical=(rows, groups),
+        axes=(row, "scale"), noun="scales",
+    )  # fmt: skip
+
+
+def code_output(rows: int, columns: int, row: str = "row") -> Output:
+    """Return codes [rows, columns]."""
+    return Output(
+        kind=Kind.CODES, shape=(rows, columns), dtype=torch.uint8, axes=(row, "column"),
+        noun="codes",
+    )  # fmt: skip
+
+
+class ActQuant(Stage[QuantInputs]):
+    """Quantize activations in groups along a row."""
+
+    name = "act_quant"
+    reads: ClassVar[Reads] = dict.fromkeys(
+        ("m", "h", "group", "scale", "layout", "dtype", "values", "hazard", "pool")
+    )
+    acting: ClassVar[Acting] = {"act_quant": None}
+    sizes = ("m", "h")
+
+    def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
+        """Return activations [m, h]."""
+        return QuantInputs(x=making.activations(self.check(case), device))
+
+    def cost(self, case: Case) -> int:
+        """Count programs of 32 rows and a group; each costs as much as six blocks of K."""
+        return 6 * -(-case.m // 32) * -(-case.h // case.group)
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield every format, from BF16 and from fp32."""
+        base = Case(m=24, h=512, values=Values.AIMED, seed=WITNESS_SEED)
+        for scale in ScaleFormat:
+            for dtype in (InputDtype.BF16, InputDtype.FP32):
+                yield dataclasses.replace(base, scale=scale, dtype=dtype)
+
+    def outputs(self, case: Case, inputs: QuantInputs) -> Mapping[str, Output]:
+        """Codes [m, h] and scales [m, h / group]."""
+        rows, columns = inputs.x.shape
+        scales = scale_output(rows, columns // case.group, case.scale, case.layout, "token")
+        return {"codes": code_output(rows, columns, "token"), "scales": scales}
+
+    def reference(self, case: Case, inputs: QuantInputs, recipe: Recipe) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        part = recipe.of(self.name, QuantRecipe)
+        out = reference.act_quant(inputs.x, part, group=case.group, scale=case.scale)
+        return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
+
+    def subsets(self, case: Case, inputs: QuantInputs) -> Iterator[Subset]:
+        """Yield every second row."""
+        odd = every_second(inputs.x.shape[0], inputs.x)
+        if odd.numel():
+            part = QuantInputs(x=inputs.x[odd])
+            rows = {"codes": odd, "scales": odd}
+            yield Subset(case=dataclasses.replace(case, m=odd.numel()), inputs=part, rows=rows)
+
+    def errors(
+        self, case: Case, inputs: QuantInputs, got: Outputs
+    ) -> tuple[float | None, float | None]:
+        """Return the L2 error of decode(q) * s against x, in float64."""
+        wide = got["scales"].double().repeat_interleave(case.group, 1)
+        return None, _error(case, inputs.x, got["codes"], wide)
+
+
+class WeightQuant(Stage[QuantInputs]):
+    """Quantize a weight in tiles, edges ragged."""
+
+    name = "weight_quant"
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("i", "h", "dtype", "values", "hazard", "pool")),
+        "scale": frozenset({ScaleFormat.FP32, ScaleFormat.UE8M0}),
+    }
+    acting: ClassVar[Acting] = {"weight_quant": None}
+    sizes = ("i", "h")
+
+    def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
+        """Return one expert's weight [i, h]."""
+        return QuantInputs(x=making.weight(self.check(case), device))
+
+    def size_words(self, case: Case) -> str:
+        """Return the weight's own names of its sizes."""
+        return f"n{case.i}-k{case.h}"
+
+    def cost(self, case: Case) -> int:
+        """Count tiles."""
+        return 6 * -(-case.i // BLOCK) * -(-case.h // BLOCK)
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield a weight with ragged edges in every format."""
+        base = Case(i=200, h=300, values=Values.AIMED, seed=WITNESS_SEED)
+        for scale in (ScaleFormat.FP32, ScaleFormat.UE8M0):
+            yield dataclasses.replace(base, scale=scale)
+
+    def outputs(self, case: Case, inputs: QuantInputs) -> Mapping[str, Output]:
+        """Codes [i, h] and one scale for each tile."""
+        rows, columns = inputs.x.shape
+        tiles = -(-rows // BLOCK), -(-columns // BLOCK)
+        scales = scale_output(*tiles, case.scale, ScaleLayout.ROW)
+        return {"codes": code_output(rows, columns), "scales": scales}
+
+    def reference(self, case: Case, inputs: QuantInputs, recipe: Recipe) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        part = recipe.of(self.name, QuantRecipe)
+        out = reference.weight_quant(inputs.x, part, scale=case.scale)
+        return {"codes": out.codes, "scales": out.scales}
+
+    def subsets(self, case: Case, inputs: QuantInputs) -> Iterator[Subset]:
+        """Yield every second row of tiles."""
+        row = torch.arange(inputs.x.shape[0], device=inputs.x.device)
+        odd = row[row // BLOCK % 2 == 1]
+        if odd.numel():
+            part = QuantInputs(x=inputs.x[odd])
+            rows = {"codes": odd, "scales": odd[::BLOCK] // BLOCK}
+            yield Subset(case=dataclasses.replace(case, i=odd.numel()), inputs=part, rows=rows)
+
+    def errors(
+        self, case: Case, inputs: QuantInputs, got: Outputs
+    ) -> tuple[float | None, float | None]:
+        """Return the L2 error of decode(q) * s against the weight, in float64."""
+        rows, columns = inputs.x.shape
+        wide = got["scales"].double().repeat_interleave(BLOCK, 1)[:, :columns]
+        wide = wide.repeat_interleave(BLOCK, 0)[:rows]
+        return None, _error(case, inputs.x, got["codes"], wide)
+
+
+def _error(case: Case, x: Tensor, codes: Tensor, wide: Tensor) -> float | None:
+    if case.values not in SPREAD or not x.numel():
+        return None
+    exact = x.double()
+    return float((E4M3.decode(codes).double() * wide - exact).norm() / exact.norm())
+
+
+ACT_QUANT = ActQuant()
+WEIGHT_QUANT = WeightQuant()

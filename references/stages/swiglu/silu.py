@@ -1,0 +1,60 @@
+"""SiLU in the forms that projects write: which they are, and the bits of each.
+
+Notation: RN = one fp32 rounding, ``/~`` = div.full, ``/f`` = div.approx.ftz.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_parity.references.arithmetic.rounding import add_rn, div_rn, f32, mul_rn
+from moe_parity.references.chips import special
+from moe_parity.references.language.decision import Option
+
+
+class Silu(Option):
+    """How SiLU(g) is computed in fp32."""
+
+    MUL_RECIP = (
+        "mul_recip",
+        "RN(g * RN(1 / RN(1 + expf(-g))))",
+        "CUTLASS SiLu, vLLM silu_and_mul_per_block_quant",
+        True,
+    )
+    DIV = "div", "RN(g / RN(1 + expf(-g)))", "vLLM silu_and_mul", True
+    TL_SIGMOID = (
+        "tl_sigmoid",
+        "RN(g * (1 /~ RN(1 + tl.exp(-g))))",
+        "TensorRT-LLM Triton decode path",
+        True,
+    )
+    DIV_FULL = "div_full", "g /~ RN(1 + tl.exp(-g))", "vLLM Triton kernels", True
+    DIV_APPROX = (
+        "div_approx",
+        "RN(g * rcp.approx(RN(1 + expf(-g))))",
+        "vLLM persistent_masked_m_silu_mul_quant",
+        True,
+    )
+    FAST = "fast", "g /f (1 + __expf(-g))", "SGLang silu_and_mul under --use_fast_math", True
+
+
+def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
+    """Return fp32 g * sigmoid(alpha * g)."""
+    scaled = gate if alpha == 1.0 else mul_rn(gate, f32(alpha, gate))
+    one = f32(1.0, gate)
+    if how in (Silu.MUL_RECIP, Silu.DIV, Silu.DIV_APPROX):
+        denominator = add_rn(one, special.cuda_expf(-scaled))
+        if how is Silu.DIV:
+            return div_rn(gate, denominator)
+        if how is Silu.DIV_APPROX:
+            return mul_rn(gate, special.rcp_approx(denominator, ftz=False))
+        return mul_rn(gate, div_rn(one, denominator))
+    if how is Silu.FAST:
+        fast = special.ex2_approx(
+            special.flush(mul_rn(-scaled, f32(special.LOG2_E, gate))), ftz=True
+        )
+        return special.div_approx(gate, special.flush(add_rn(one, fast)), ftz=True)
+    denominator = add_rn(one, special.triton_exp(-scaled))
+    if how is Silu.DIV_FULL:
+        return special.div_full(gate, denominator)
+    return mul_rn(gate, special.div_full(one, denominator))

@@ -1,0 +1,194 @@
+"""The stages ``swiglu`` and ``swiglu_quant``: the gated activation between the two GEMMs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16, from_bits
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language.case import Case, Gate, Values
+from moe_parity.references.language.recipe import Acting, Recipe
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
+from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.quant.inputs import aimed_pool
+from moe_parity.references.stages.quant.reference import act_quant
+from moe_parity.references.stages.quant.stage import code_output, scale_output
+from moe_parity.references.stages.swiglu import aims
+from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
+from moe_parity.references.stages.swiglu.reference import swiglu
+
+BIG_GATE = 32.0
+"""SiLU of 32 is 32 exactly, in every form: up = y / 32 makes the product y."""
+
+WITNESSED = Case(m=128, e=5, i=256, values=Values.AIMED, seed=11)
+
+GATES = {1: aims.every_gate_of_pool_1}
+"""Version of the pool -> the gates on which the forms of SiLU differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateUpRows:
+    """Rows of FC1, as the case has them sorted by expert."""
+
+    rows: Tensor
+    """bf16 [P, 2 * I], the gate first."""
+    counts: Tensor
+    """Rows of each expert, int32 [E]."""
+    expert: Tensor
+    """The local expert of each row, int64 [P]; -1 where nobody owns it."""
+    limit: float | None
+    alpha: float
+    beta: float
+
+
+def pool(case: Case) -> Tensor:
+    """Return the aimed groups fp32 [G, 256], gate then up, interleaved.
+
+    Special ones are zeros, infinities and NaN of both; among aimed ones there is no NaN, since what
+    a clamp makes of it depends on the compiler.
+    """
+    if case.values is Values.SPECIAL:
+        return _special_gates()
+    if case.pool not in GATES:
+        known = ", ".join(map(str, GATES))
+        raise ParityError(
+            f"case: there is no pool {case.pool} of aimed inputs; there are: {known}."
+        )
+    finite = torch.nan_to_num(_special_gates(), nan=1.0, posinf=64.0, neginf=-64.0)
+    parts = [GATES[case.pool](case.seed), finite]
+    if case.clamp is not None:
+        parts += [aims.gates_at_the_limit(case.seed)]
+        parts += [torch.nan_to_num(aims.gates_past_an_odd_limit(case.seed), nan=9.0)]
+    if case.clamp is None and case.gate is Gate.SILU:
+        groups = aimed_pool(case.seed, case.pool)
+        parts.append(torch.cat([torch.full_like(groups, BIG_GATE), groups / BIG_GATE], 1))
+    made = torch.cat(parts)
+    return made[random_bits.words(case.seed, "pool", 1, made.shape[0])[0].argsort()]
+
+
+def _special_gates() -> Tensor:
+    words = (
+        0, -0x80000000, 0x40E00000, -0x3F200000, 0x7149F2CA, 0x7F800000, -0x00800000, 0x7FC00000,
+    )  # fmt: skip
+    value = from_bits(torch.tensor(words, dtype=torch.int64).int())
+    gate, up = value.repeat_interleave(8), value.repeat(8)
+    return torch.cat([gate.repeat(2), up.repeat(2)])[None]
+
+
+def _gate_up(case: Case) -> Tensor:
+    if case.values not in (Values.AIMED, Values.SPECIAL):
+        return f32_to_bf16(4.0 * random_bits.normal(case.seed, "gate_up", case.m, 2 * case.i))
+    made = pool(case)
+    groups = -(-case.m * case.i // BLOCK)
+    taken = made[torch.arange(groups) % made.shape[0]]
+    gate, up = (part.reshape(-1)[: case.m * case.i] for part in taken.chunk(2, dim=1))
+    return f32_to_bf16(torch.cat([gate.view(case.m, case.i), up.view(case.m, case.i)], 1))
+
+
+class Swiglu(Stage[GateUpRows]):
+    """SwiGLU alone, where a project quantizes in another kernel."""
+
+    name = "swiglu"
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("m", "e", "i", "clamp", "gate", "hazard", "pool")),
+        "values": frozenset({Values.NORMAL, Values.AIMED, Values.SPECIAL}),
+    }
+    acting: ClassVar[Acting] = {"swiglu": None}
+    sizes = ("m", "e", "i")
+
+    def inputs(self, case: Case, device: str = "cpu") -> GateUpRows:
+        """Return rows [m, 2 * i] split among the experts, some of which have none."""
+        self.check(case)
+        counts = torch.zeros(case.e, dtype=torch.int32)
+        if case.m:
+            most = max(1, case.e - 1)
+            owner = random_bits.integers(case.seed, "counts", case.m, 1, below=most)
+            counts = torch.bincount(owner.flatten(), minlength=case.e).int()
+        expert = torch.arange(case.e).repeat_interleave(counts.long())
+        alpha, beta = case.gate.alpha_beta
+        return GateUpRows(
+            rows=embed(_gate_up(case).to(device), case.hazard), counts=counts.to(device),
+            expert=expert.to(device), limit=case.clamp, alpha=alpha, beta=beta,
+        )  # fmt: skip
+
+    def cost(self, case: Case) -> int:
+        """Count programs of four rows and a group."""
+        return max(case.m // 4, 1) * -(-case.i // BLOCK)
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield a case without a limit and one with a limit that is no BF16 number."""
+        for clamp in (None, aims.ODD_LIMIT):
+            yield dataclasses.replace(WITNESSED, clamp=clamp)
+
+    def outputs(self, case: Case, inputs: GateUpRows) -> Mapping[str, Output]:  # noqa: ARG002
+        """BF16 rows [P, I]."""
+        shape = (inputs.rows.shape[0], inputs.rows.shape[1] // 2)
+        return {"rows": Output(kind=Kind.VALUES, shape=shape, dtype=torch.bfloat16)}
+
+    def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the rows."""
+        return {"rows": f32_to_bf16(activated(inputs, recipe))}
+
+    def live(self, case: Case, inputs: GateUpRows) -> Mapping[str, Tensor]:
+        """Return the rows that somebody owns."""
+        return dict.fromkeys(self.outputs(case, inputs), inputs.expert >= 0)
+
+    def subsets(self, case: Case, inputs: GateUpRows) -> Iterator[Subset]:
+        """Yield every second row."""
+        odd = every_second(inputs.rows.shape[0], inputs.rows)
+        if not odd.numel():
+            return
+        expert = inputs.expert[odd]
+        counts = torch.bincount(expert[expert >= 0], minlength=inputs.counts.numel()).int()
+        part = dataclasses.replace(inputs, rows=inputs.rows[odd], expert=expert, counts=counts)
+        rows = dict.fromkeys(self.outputs(case, inputs), odd)
+        yield Subset(case=dataclasses.replace(case, m=odd.numel()), inputs=part, rows=rows)
+
+    def sealed(self, inputs: GateUpRows) -> list[Tensor]:
+        """Return the rows and how the experts share them."""
+        return [inputs.rows, inputs.counts]
+
+
+class SwigluQuant(Swiglu):
+    """SwiGLU with the quantization of its result."""
+
+    name = "swiglu_quant"
+    reads: ClassVar[Reads] = {**Swiglu.reads, **dict.fromkeys(("scale", "layout", "group"))}
+    acting: ClassVar[Acting] = {"swiglu_quant": None, "swiglu": None}
+
+    def witness_cases(self) -> Iterator[Case]:
+        """Yield every format, with and without a limit."""
+        for scale in ScaleFormat:
+            for case in super().witness_cases():
+                yield dataclasses.replace(case, scale=scale)
+
+    def outputs(self, case: Case, inputs: GateUpRows) -> Mapping[str, Output]:
+        """Codes [P, I] and scales [P, I / group]."""
+        rows, width = inputs.rows.shape[0], inputs.rows.shape[1] // 2
+        scales = scale_output(rows, width // case.group, case.scale, case.layout)
+        return {"codes": code_output(rows, width), "scales": scales}
+
+    def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        part = recipe.of(self.name, QuantRecipe)
+        y = activated(inputs, recipe)
+        out = act_quant(y, part, group=case.group, scale=case.scale)
+        return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
+
+
+def activated(inputs: GateUpRows, recipe: Recipe) -> Tensor:
+    """Return fp32 [P, I] before a quantization."""
+    part = recipe.of("swiglu", SwigluRecipe)
+    return swiglu(inputs.rows, part, limit=inputs.limit, alpha=inputs.alpha, beta=inputs.beta)
+
+
+SWIGLU = Swiglu()
+SWIGLU_QUANT = SwigluQuant()

@@ -1,0 +1,168 @@
+"""What a kernel may return, and what it may say about memory that it takes beside its outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_parity.harness.checks.flow import check
+from moe_parity.kernels import Call, Fate, Produced, registry
+from moe_parity.references.language import Case, Values
+from moe_parity.references.recipes.deepgemm import DEEPGEMM_GEMM
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages import STAGES
+from moe_parity.suites.planted import CASES, Run, kernel_of, red, right
+
+# --- what a kernel may return -------------------------------------------------------------------
+
+
+def in_order(call: Call) -> tuple[Tensor, ...]:
+    return tuple(right(call).values())
+
+
+def alone(call: Call) -> Tensor:
+    return right(call)["out"]
+
+
+def test_outputs_come_as_a_mapping_in_order_or_alone():
+    for stage in STAGES:
+        assert not red(kernel_of(stage, in_order), CASES[stage]), stage
+    for stage in ("combine", "layer"):
+        assert not red(kernel_of(stage, alone), CASES[stage]), stage
+
+
+def test_a_layer_that_returns_its_output_alone_is_judged_as_a_whole():
+    """The neighbours are searched on the whole, and the part is named."""
+    label = "combine: combine.order=descending"
+    recipe = dict(STAGES["layer"].neighbours(OURS))[label]
+
+    def wrong(call: Call) -> Tensor:
+        return call.stage.reference(call.case, call.inputs, recipe)["out"]
+
+    case = dataclasses.replace(CASES["layer"], k=4)
+    (verdict,) = [v for v in check(kernel_of("layer", wrong), case, "cpu") if v.failed]
+    assert verdict.check == "exact_layer"
+    assert label in verdict.decision.split(" or ")
+
+
+BAD: tuple[tuple[Callable[[dict[str, Tensor]], Any], str], ...] = (
+    (lambda out: None, "returned NoneType, expected act_quant's outputs (codes, scales)"),
+    (lambda out: out["codes"], "returned 1 values, and act_quant has 2 outputs: codes, scales"),
+    (lambda out: {"codes": out["codes"]}, "lacks scales"),
+    (lambda out: out | {"more": out["codes"]}, "has more"),
+    (lambda out: out | {"codes": 3}, "codes is a int, expected a tensor"),
+    (lambda out: out | {"codes": out["codes"].int()}, "codes as torch.int32 [24, 512], expected"),
+    (lambda out: out | {"scales": out["scales"][1:]}, "expected torch.float32 [24, 4]"),
+    (
+        lambda out: out | {"scales": out["scales"].t().contiguous().t()},
+        "with strides (1, 24), expected (4, 1)",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), BAD, ids=lambda v: "" if callable(v) else v[:12].strip()
+)
+def test_a_bad_result_is_one_sentence(change: Callable[..., Any], words: str):
+    kernel = kernel_of("act_quant", lambda call: change(right(call)))
+    assert words in red(kernel, CASES["act_quant"])["exact"]
+
+
+def breaks(call: Call) -> Any:
+    raise RuntimeError(f"CUDA error: an illegal memory access in {call.stage}")
+
+
+def test_an_exception_names_the_kernels_own_line():
+    line = breaks.__code__.co_firstlineno + 1
+    message = red(kernel_of("fc1", breaks), CASES["fc1"])["exact"]
+    assert f"(test_returns.py, line {line})" in message
+    assert "fc1 of faulty fails on fp32-aimed-m24-e4-k2-h512: RuntimeError: CUDA error" in message
+
+
+# --- fates --------------------------------------------------------------------------------------
+
+
+def _padded(call: Call, extra: int = 3) -> tuple[Tensor, Tensor]:
+    made = call.stage.reference(call.case, call.inputs, DEEPGEMM_GEMM)["rows"]
+    count, width = made.shape
+    out = call.new("out", (count + extra, width), dtype=made.dtype)
+    out[:count] = made
+    return made, out
+
+
+def _fates(count: int, extra: int, fate: Fate) -> dict[str, Tensor]:
+    fates = torch.full((count + extra,), Fate.LIVE, dtype=torch.int8)
+    fates[count:] = fate
+    return {"out": fates}
+
+
+def touches(call: Call) -> Produced:
+    made, out = _padded(call)
+    out[-2, 5] = 1.0
+    return Produced(outputs={"rows": made}, fates=_fates(len(made), 3, Fate.UNTOUCHED))
+
+
+def junk_for_zero(call: Call) -> Produced:
+    made, out = _padded(call)
+    out[len(made) :] = -0.0
+    return Produced(outputs={"rows": made}, fates=_fates(len(made), 3, Fate.ZERO))
+
+
+def leaves_a_live_row(call: Call) -> Produced:
+    made, _ = _padded(call)
+    return Produced(outputs={"rows": made}, fates=_fates(len(made), 3, Fate.LIVE))
+
+
+def miscounts(call: Call) -> Produced:
+    made, _ = _padded(call)
+    return Produced(outputs={"rows": made}, fates=_fates(len(made), 1, Fate.JUNK))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (touches, "writes out[49, 5], declared untouched"),
+        (junk_for_zero, "does not zero out[48, 0], declared zero"),
+        (leaves_a_live_row, "leaves out[48, 0] unwritten, which is live"),
+        (miscounts, "declares 49 fates for 51 rows of out"),
+    ],
+)
+def test_declared_fates_are_kept(fault: Run, words: str):
+    kernel = kernel_of("fc1", fault, DEEPGEMM_GEMM)
+    assert words in red(kernel, CASES["fc1"])["write_set"]
+
+
+def test_rows_that_nobody_owns_are_free():
+    """Written or not, with anything: they are neither compared nor demanded."""
+    case = Case(m=24, e=4, k=2, h=512, i=128, ep_rank=1, ep_size=2, values=Values.AIMED)
+
+    def junk(call: Call) -> Tensor:
+        rows = right(call)["rows"]
+        rows[call.inputs.expert < 0] = float("nan")
+        return rows
+
+    def untouched(call: Call) -> Tensor:
+        out, live = call.new("rows"), call.inputs.expert >= 0
+        out[live] = call.stage.reference(call.case, call.inputs, OURS)["rows"][live]
+        return out
+
+    assert bool((STAGES["fc1"].inputs(case).expert < 0).any())
+    for run in (junk, untouched):
+        assert not red(kernel_of("fc1", run), case)
+
+
+def test_a_recipe_that_cannot_be_made_is_one_sentence():
+    """A kernel whose recipe depends on the case may fail there too."""
+
+    def of_case(case: Case, device: str) -> Any:
+        raise KeyError(f"no recipe for {case.scale} on {device}")
+
+    registry.register("faulty", stage="fc1", recipes=of_case)(right)
+    kernel = registry._KERNELS.pop("faulty")
+    message = red(kernel, CASES["fc1"])["exact"]
+    assert "KeyError: 'no recipe for fp32 on cpu' (test_returns.py, line" in message

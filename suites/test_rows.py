@@ -1,0 +1,107 @@
+"""Stages that move rows: ``align``, ``permute``, and ``combine`` with the top-k sum."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+
+from moe_parity.harness.cases.grid import params
+from moe_parity.harness.cases.strategies import routings
+from moe_parity.harness.checks.expect import Recorder, expect
+from moe_parity.kernels import Kernel, find
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, Hazard, InputDtype, Routing, Values
+from moe_parity.references.stages import ALIGN, COMBINE, PERMUTE
+
+
+def cases() -> Iterator[Case]:
+    """Tokens around the tiles, every top-k that has a path of its own, ranks, odd expert counts."""
+    for m, k in itertools.product((1, 17, 64, 65), (1, 2, 6, 8, 9)):
+        yield Case(m=m, e=72, k=k, h=256, values=Values.AIMED)
+    yield Case(m=33, e=64, k=22, h=256, values=Values.AIMED)
+    yield Case(m=200, e=7, k=3, h=384, values=Values.AIMED)
+    yield Case(m=50, e=8, k=4, h=256, values=Values.AIMED, ep_rank=1, ep_size=2)
+    yield Case(m=130, e=256, k=8, h=256, values=Values.AIMED, ep_rank=3, ep_size=8)
+    yield Case(m=40, e=8, k=4, h=256, routing=Routing.REPEATED)
+    yield Case(m=40, e=8, k=4, h=256, routing=Routing.ONE)
+    yield Case(m=40, e=8, k=4, h=256, routing=Routing.HOLES)
+
+
+@pytest.mark.parametrize(("kernel", "case"), params((PERMUTE, COMBINE), cases()))
+def test_rows(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
+    """Permutation and the top-k sum; rows of other ranks hold NaN."""
+    expect(kernel, case, parity_device, parity_recorder, power=True)
+
+
+def sums() -> Iterator[Case]:
+    """Every output type, odd widths, input that is not contiguous."""
+    for dtype in InputDtype:
+        yield Case(m=24, e=8, k=8, h=256, dtype=dtype, values=Values.AIMED)
+    yield from (Case(m=m, e=8, k=4, h=h, values=Values.AIMED) for m, h in ((0, 128), (5, 3584)))
+    for hazard in (Hazard.STRIDED, Hazard.TRANSPOSED):
+        yield Case(m=24, e=8, k=4, h=256, values=Values.AIMED, hazard=hazard)
+
+
+@pytest.mark.parametrize(("kernel", "case"), params(COMBINE, sums()))
+def test_sums(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
+    """Cancelling rows far apart in k, rounded once to what is asked for."""
+    expect(kernel, case, parity_device, parity_recorder, power=True)
+
+
+def alignments() -> Iterator[Case]:
+    """Around the 128 pairs and 64 tokens where forms and blocks change; experts of every kind."""
+    for m, k, e in (
+        (1, 1, 1), (1, 8, 288), (4, 8, 72), (16, 8, 256), (127, 1, 5), (128, 1, 5), (129, 1, 5),
+        (43, 3, 7), (64, 2, 72), (65, 2, 72), (20, 22, 64), (33, 8, 5), (0, 2, 4),
+    ):  # fmt: skip
+        for routing in (Routing.UNIFORM, Routing.HOLES):
+            yield Case(m=m, e=e, k=k, routing=routing)
+    yield from (Case(m=m, e=8, k=8, routing=Routing.ONE) for m in (16, 40))
+    yield from cases()
+
+
+@pytest.mark.parametrize(("kernel", "case"), params(ALIGN, alignments()))
+def test_alignment(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
+    """Every owned pair once, in a block of its expert, in order; the rest is dropped."""
+    expect(kernel, case, parity_device, parity_recorder)
+
+
+@pytest.mark.parametrize("name", ["ours_align", "ours_align_large"])
+@given(case=routings())
+def test_alignment_drawn(name: str, case: Case, parity_device: str, parity_recorder: Recorder):
+    """Any batch, any rank, foreign ids and -1."""
+    expect(find(name), case, parity_device, parity_recorder)
+
+
+def test_bad_ids_are_refused():
+    steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+    with pytest.raises(
+        ParityError, match=r"ids must be contiguous int32 or int64, got torch\.int16"
+    ):
+        steps.align(torch.zeros(2, 2, dtype=torch.int16), 0, 1, 16)
+    with pytest.raises(ParityError, match="ids must be contiguous"):
+        steps.align(torch.zeros(4, 2, dtype=torch.int32).t(), 0, 1, 16)
+
+
+def partitions(total: int, parts: int, largest: int):
+    """Yield the ways to split ``total`` pairs over at most ``parts`` experts."""
+    if total == 0:
+        yield ()
+    elif parts:
+        for head in range(min(total, largest), 0, -1):
+            for tail in partitions(total - head, parts - 1, head):
+                yield (head, *tail)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 5, 20])
+def test_the_grid_is_the_most_that_a_batch_can_occupy(experts: int):
+    """Against every way to spread up to 14 pairs."""
+    steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+    for pairs in range(1, 15):
+        spread = partitions(pairs, experts, pairs)
+        most = max(sum(-(-count // 4) for count in counts) for counts in spread)
+        assert steps.block_bound(pairs, experts, 4) == most
