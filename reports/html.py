@@ -39,6 +39,7 @@ HEADINGS = {
 }
 _OUTPUTS = ("compared", "differing", "code_flips", "max_ulp", "could_show")
 _NUMBERS = (*_OUTPUTS, "rel_err_bf16", "rel_err_f64", "mutant_distance")
+_STAGE_TEXTS = ("kernel", "stage", "contract")
 _STAGE_NUMBERS = ("checks", "passed", *_OUTPUTS, "mutant_distance")
 _NEAREST = ("nearest_mutant",)
 
@@ -69,7 +70,7 @@ def _raw(run: Run) -> str | None:
 
 
 def _failure(record: Record) -> dict[str, Any]:
-    what = ("kernel", "recipe", "stage", "shape", "scale", "layout", "dtype", "clamp", "ep")
+    what = (*tables.TEXTS, "contract")
     facts = [(name, getattr(record, name)) for name in what]
     facts += [(name, "yes") for name in ("graph", "poison") if getattr(record, name)]
     facts.append(("device", record.device))
@@ -102,7 +103,7 @@ def _context(run: Run) -> dict[str, Any]:
         },
         "failures": [_failure(record) for record in failures[:_FAILURES]],
         "more_failures": max(0, len(failures) - _FAILURES),
-        "stages": _table(tables.by_stage(run), ("kernel", "stage"), _STAGE_NUMBERS, *_NEAREST),
+        "stages": _table(tables.by_stage(run), _STAGE_TEXTS, _STAGE_NUMBERS, *_NEAREST),
         "tolerances": _table(
             tables.tolerances(run), (*tables.TEXTS, "check", "bound"), _NUMBERS, *_NEAREST
         ),

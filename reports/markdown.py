@@ -83,12 +83,12 @@ def _stages(run: Run) -> list[str]:
         return []
     numbers = ["checks", "compared", "differing", "code_flips", "max_ulp", "could_show"]
     numbers = tables.used(frame, numbers)
+    texts = tables.used(frame, ("kernel", "stage", "contract"))
     rows = [
-        [tables.SYMBOL[row["verdict"]], row["kernel"], row["stage"]]
-        + [tables.show(row[name]) for name in numbers]
+        [tables.SYMBOL[row["verdict"]], *(tables.show(row[name]) for name in (*texts, *numbers))]
         for _, row in frame.iterrows()
     ]
-    headings = ["", "kernel", "stage", *(name.replace("_", " ") for name in numbers)]
+    headings = ["", *texts, *(name.replace("_", " ") for name in numbers)]
     return ["#### By kernel and stage", "", *_table(headings, len(numbers), rows), ""]
 
 

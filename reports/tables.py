@@ -13,9 +13,9 @@ from moe_parity.reports.records import ITEM_CHECK, SEVERITY, Record, Run
 SYMBOL: Mapping[str, str] = {"pass": "✓", "fail": "✗", "error": "!", "skip": "–"}
 """A verdict is never told by colour alone."""
 
-TEXTS = ("kernel", "recipe", "stage", "shape", "scale", "layout", "dtype", "clamp", "ep")
+TEXTS = ("kernel", "recipe", "stage", "shape", "scale", "mid", "layout", "dtype", "clamp", "ep")
 COLUMNS = (
-    *TEXTS,
+    *(name for name in TEXTS if name != "mid"),
     "check",
     "bound",
     "compared",
@@ -28,12 +28,14 @@ COLUMNS = (
     "rel_err_bf16",
     "rel_err_f64",
     "verdict",
+    "mid",
 )
-"""The columns of tolerances.csv, in order."""
+"""The columns of tolerances.csv, in order; a new one goes to the end."""
 
 STAGE_COLUMNS = (
     "kernel",
     "stage",
+    "contract",
     "checks",
     "passed",
     "compared",
@@ -79,6 +81,7 @@ def by_stage(run: Run) -> pd.DataFrame:
     `could_show` is the smallest of the checks that were held against mutants: the weakest evidence.
     """
     frame = tolerances(run)
+    promised = {(r.kernel, r.stage): r.contract for r in run.checks if r.contract}
     rows: list[dict[str, object]] = []
     for (kernel, stage), group in frame.groupby(["kernel", "stage"], sort=True):
         nearest = group.dropna(subset=["mutant_distance"]).sort_values("mutant_distance")
@@ -87,6 +90,7 @@ def by_stage(run: Run) -> pd.DataFrame:
             {
                 "kernel": kernel,
                 "stage": stage,
+                "contract": promised.get((kernel, stage), ""),
                 "checks": len(group),
                 "passed": int((group["verdict"] == "pass").sum()),
                 "compared": group["compared"].sum(),
@@ -161,11 +165,12 @@ def coverage(run: Run) -> Coverage:
 
 
 def not_tested(run: Run) -> list[tuple[str, list[str]]]:
-    """Return (reason, names of the tests or checks) for all that was skipped, largest first."""
+    """Return (kind and reason, names of the tests or checks) of all skips, largest first."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for record in run.records:
         if record.verdict == "skip":
-            reasons[record.reason or "no reason given"].append(
+            kind = f"{record.why.replace('_', ' ')}: " if record.why else ""
+            reasons[f"{kind}{record.reason or 'no reason given'}"].append(
                 record.id.removesuffix(f":{ITEM_CHECK}").rstrip(":")
             )
     return sorted(reasons.items(), key=lambda entry: (-len(entry[1]), entry[0]))

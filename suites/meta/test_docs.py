@@ -12,6 +12,7 @@ import json
 import lzma
 import re
 import shlex
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +75,9 @@ def stage_table() -> str:
     """List the stages: what a kernel gets, what it returns, which words of a case they read."""
     rows = []
     for name, stage in STAGES.items():
-        made = stage.inputs(Case(m=1, e=2, k=1))
+        made = stage.inputs(Case())
         given = ", ".join(f"`{field}`" for field in vars(made))
-        returned = ", ".join(f"`{output}`" for output in stage.outputs(Case(m=1, e=2, k=1), made))
+        returned = ", ".join(f"`{output}`" for output in stage.outputs(Case(), made))
         words = ", ".join(word for word in vars(Case()) if word in stage.reads)
         rows.append((f"`{name}`", given, returned, words))
     return table("stage|`call.inputs`|outputs, in order|words of a case", rows)
@@ -221,6 +222,15 @@ def test_links_lead_somewhere():
                     heads = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
                     slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
                     assert anchor in slugs, f"{page.name}: {target}"
+
+
+def test_the_packages_are_the_folders():
+    """Every folder of modules is installed, and nothing that is gone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tops = ("references", "kernels", "harness", "suites", "reports")
+    found = [p.parent for top in tops for p in ROOT.glob(f"{top}/**/__init__.py")]
+    names = [".".join(("moe_parity", *folder.relative_to(ROOT).parts)) for folder in found]
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(names)
 
 
 SMALL = {

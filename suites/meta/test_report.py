@@ -249,14 +249,14 @@ def test_the_csv_has_the_columns_of_the_contract():
     names = (
         "kernel recipe stage shape scale layout dtype clamp ep check bound compared differing "
         "code_flips max_ulp could_show nearest_mutant mutant_distance rel_err_bf16 rel_err_f64 "
-        "verdict"
+        "verdict mid"
     )
     assert " ".join(rows[0]) == names
     assert len(rows) == 6
     first = dict(zip(rows[0], rows[1], strict=True))
     assert (first["compared"], first["max_ulp"], first["rel_err_f64"]) == ("7168", "2", "0.0234567")
     assert first["rel_err_bf16"] == first["clamp"] == ""
-    assert rows[5][11:] == ["0", "0", "0", "", "", "", "", "", "", "fail"]
+    assert rows[5][11:] == ["0", "0", "0", "", "", "", "", "", "", "fail", ""]
 
 
 def test_coverage_counts_by_format_and_kernel():
@@ -274,3 +274,19 @@ def test_a_failure_is_told_once():
     """A test's own record only repeats what its check said."""
     names = [record.check for record in tables.failures(make(3, bad=2))]
     assert names == ["exact", "exact"]
+
+
+def test_contracts_and_kinds_of_skips_are_shown():
+    """What each kernel promises stands beside it, and why something did not run before its text."""
+    run = make(3)
+    promised = tuple(
+        replace(r, contract="all but rerun", mid="ue8m0")
+        if r.kernel
+        else replace(r, why="needs_gpu")
+        for r in run.records
+    )
+    run = replace(run, records=promised)
+    for text in (html.render(run), markdown.render(run)):
+        assert text.count("all but rerun") >= 3
+        assert "needs gpu: needs a CUDA GPU" in text
+        assert "mid" in text

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Fate
 from moe_parity.kernels.vendors.deepgemm.casts import unavailable as not_installed
+from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Skip, Why
 from moe_parity.references.stages.routing import Placement
@@ -130,7 +131,7 @@ def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> No
     ``a`` [..., K] and ``w`` [..., N, K] are E4M3 codes as uint8, the scales fp32.
     """
     n, k = w.shape[-2:]
-    blocks = -(-k // 128)
+    blocks = -(-k // BLOCK)
     wanted = {
         "a": (a, torch.uint8, (*a.shape[:-1], k)),
         "a_scale": (a_scale, torch.float32, (*a.shape[:-1], blocks)),

@@ -10,6 +10,7 @@ from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm import api as deep_gemm
 from moe_parity.kernels.vendors.deepgemm.casts import versions
 from moe_parity.kernels.vendors.deepgemm.gemms import gathered, masked_slots, padded
+from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case
 from moe_parity.references.stages.routing import place
 
@@ -17,8 +18,8 @@ LAYOUTS = ("contiguous", "masked", "psum")
 
 
 def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
-    if case.h % 128 or case.i % 128:
-        return f"H = {case.h} and I = {case.i} must be multiples of 128."
+    if case.h % BLOCK or case.i % BLOCK:
+        return f"H = {case.h} and I = {case.i} must be multiples of {BLOCK}."
     return None
 
 

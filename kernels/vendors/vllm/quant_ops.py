@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_parity.kernels.call import Call, demand_contiguous
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.vllm import package
+from moe_parity.references.arithmetic.formats import E4M3
 from moe_parity.references.language import Case, Contract, InputDtype, Recipe, ScaleFormat
 from moe_parity.references.recipes.vllm import (
     VLLM_CUDA,
@@ -17,6 +18,7 @@ from moe_parity.references.recipes.vllm import (
 )
 
 _EPS = 1e-10
+_LIMITS = (-E4M3.largest, E4M3.largest)
 
 
 def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
@@ -53,7 +55,7 @@ def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     x = demand_contiguous(call.inputs.x, "vLLM's op")
     codes, scales = call.new("codes"), call.new("scales")
     torch.ops._C.per_token_group_fp8_quant(
-        x, codes.view(torch.float8_e4m3fn), scales, call.case.group, _EPS, -448.0, 448.0,
+        x, codes.view(torch.float8_e4m3fn), scales, call.case.group, _EPS, *_LIMITS,
         call.case.scale.is_power_of_two, False, False,
     )  # fmt: skip
     return codes, scales
@@ -85,6 +87,12 @@ def vllm_per_token_group_packed(call: Call) -> tuple[Tensor, Tensor]:
     x = demand_contiguous(call.inputs.x, "vLLM's op")
     codes, scales = call.new("codes"), call.new("scales")
     torch.ops._C.per_token_group_fp8_quant_packed(
-        x, codes.view(torch.float8_e4m3fn), scales, call.case.group, _EPS, -448.0, 448.0
+        x,
+        codes.view(torch.float8_e4m3fn),
+        scales,
+        call.case.group,
+        _EPS,
+        -E4M3.largest,
+        E4M3.largest,
     )
     return codes, scales

@@ -12,7 +12,7 @@ from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm.api import rows_of
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, unavailable
-from moe_parity.references.arithmetic.formats import without_missing_groups
+from moe_parity.references.arithmetic.formats import E4M3, without_missing_groups
 from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Skip, Values, Why
 from moe_parity.references.stages.routing import place
 
@@ -51,8 +51,9 @@ def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     block = 1 << (group - 1).bit_length()
     kernel[(groups,)](
         x, codes.view(torch.float8_e4m3fn), scales, group, x.shape[1], x.stride(0), *strides,
-        1e-10, fp8_min=-448.0, fp8_max=448.0, use_ue8m0=call.case.scale.is_power_of_two,
-        BLOCK=block, num_warps=min(max(block // 256, 1), 8), num_stages=1,
+        1e-10, fp8_min=-E4M3.largest, fp8_max=E4M3.largest,
+        use_ue8m0=call.case.scale.is_power_of_two, BLOCK=block,
+        num_warps=min(max(block // 256, 1), 8), num_stages=1,
     )  # fmt: skip
     return codes, scales
 

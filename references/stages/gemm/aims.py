@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,12 @@ def cancelling_gemm(seed: int) -> GemmInputs:
     rows, columns, half = 96, 256, 512
     a = codes(seed, "gemm/a", rows, half)
     w = codes(seed, "gemm/w", columns, half)
-    scale = 1.0 + random_bits.uniform(seed, "gemm/sa", rows, half // 128)
-    w_scale = 1.0 + random_bits.uniform(seed, "gemm/sb", columns // 128, half // 128)
-    moved = w_scale * nudged(seed, "gemm/move", columns // 128, half // 128)
+    scale = 1.0 + random_bits.uniform(seed, "gemm/sa", rows, half // BLOCK)
+    w_scale = 1.0 + random_bits.uniform(seed, "gemm/sb", columns // BLOCK, half // BLOCK)
+    moved = w_scale * nudged(seed, "gemm/move", columns // BLOCK, half // BLOCK)
     return GemmInputs(
         a=torch.cat([a, a], 1),
-        a_scale=torch.cat([scale, scale * nudged(seed, "gemm/move_a", rows, half // 128)], 1),
+        a_scale=torch.cat([scale, scale * nudged(seed, "gemm/move_a", rows, half // BLOCK)], 1),
         w=torch.cat([w, w ^ 0x80], 1),
         w_scale=torch.cat([w_scale, moved], 1),
     )

@@ -197,9 +197,9 @@ def _fc2(inputs: LayerInputs, got: Outputs) -> GroupedRows | None:
 def _combine(inputs: LayerInputs, got: Outputs) -> ExpertRows | None:
     if "fc2" not in got:
         return None
-    batch, experts = inputs.batch, inputs.experts
+    batch, experts, rows = inputs.batch, inputs.experts, got["fc2"]
     return ExpertRows(
-        rows=got["fc2"].view(*batch.ids.shape, got["fc2"].shape[-1]), weights=batch.weights, ids=batch.ids,
+        rows=rows.view(*batch.ids.shape, rows.shape[-1]), weights=batch.weights, ids=batch.ids,
         expert_map=None, expert=inputs.expert, first=experts.first, experts=experts.count,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import (
     BLOCK,
+    E4M3,
     bits_of,
     e4m3_decode,
     from_bits,
@@ -81,7 +82,7 @@ def _fp32_midpoints(seed: int) -> Tensor:
     amax = 1.0 + random_bits.uniform(seed, "ties/amax", groups, 1)
     codes = e4m3_decode(torch.arange(127, dtype=torch.uint8))
     midpoint = (codes[1:] + codes[:-1]).double() / 2
-    nearest = (midpoint[None] * amax.double() / 448.0).float()
+    nearest = (midpoint[None] * amax.double() / E4M3.largest).float()
     step = random_bits.integers(seed, "ties/step", groups, 126, below=3).int() - 1
     return torch.cat([amax, from_bits(bits_of(nearest) + step), -amax], 1)
 
@@ -93,7 +94,7 @@ def power_of_two_edges(seed: int) -> Tensor:
     third amax is Inf beside elements near the largest, where a clamped exponent shows.
     """
     k = torch.arange(-110, 110)
-    edge = bits_of(448.0 * torch.pow(2.0, k.float()))
+    edge = bits_of(E4M3.largest * torch.pow(2.0, k.float()))
     near = from_bits((edge[:, None] + torch.arange(-2, 7, dtype=torch.int32)).flatten())
     wide = torch.pow(2.0, torch.arange(-100, 100).float()).repeat(3)
     wide = wide * round_bf16(1.0 + random_bits.uniform(seed, "pow2", wide.numel(), 1)[:, 0])

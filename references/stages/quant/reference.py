@@ -60,7 +60,7 @@ _AMAX_FLOORS = {
 }
 _SCALE_FLOORS = {
     Floor.SCALE_1E_10: 1e-10,
-    Floor.SCALE_FUSED: 1.0 / (448.0 * 512.0),
+    Floor.SCALE_FUSED: 1.0 / (E4M3.largest * 512.0),
     Floor.SCALE_MIN_NORMAL: 2.0**-126,
 }
 _NAN_CODES = {NanElement.KEEP: E4M3.nan, NanElement.LOW: 0xFE, NanElement.HIGH: 0x7E}

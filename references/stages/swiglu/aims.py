@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import bits_of, from_bits, round_bf16
+from moe_parity.references.arithmetic.formats import BLOCK, bits_of, from_bits, round_bf16
 from moe_parity.references.stages.swiglu.silu import Silu, silu
 
 
@@ -32,10 +32,10 @@ def every_gate_of_pool_1(seed: int) -> Tensor:
 
 def _gates_that_tell(seed: int, forms: tuple[Silu, ...]) -> Tensor:
     gate, up = _telling_pairs(forms)
-    missing = -gate.numel() % 128
+    missing = -gate.numel() % BLOCK
     gate = torch.cat([gate, round_bf16(random_bits.normal(seed, "gate", 1, missing + 512)[0])])
     up = torch.cat([up, round_bf16(random_bits.normal(seed, "up", 1, missing + 512)[0])])
-    return torch.cat([gate.view(-1, 128), up.view(-1, 128)], 1)
+    return torch.cat([gate.view(-1, BLOCK), up.view(-1, BLOCK)], 1)
 
 
 @lru_cache(maxsize=2)
@@ -45,7 +45,7 @@ def _telling_pairs(forms: tuple[Silu, ...]) -> tuple[Tensor, Tensor]:
     gate = from_bits(torch.cat([word, word | -0x80000000]))
     up = 1.0 + torch.arange(128) / 128.0
     products = [round_bf16(silu(gate, how)[:, None] * up) for how in forms]
-    told = torch.zeros(gate.numel(), 128, dtype=torch.bool)
+    told = torch.zeros(gate.numel(), BLOCK, dtype=torch.bool)
     for product in products[1:]:
         told |= bits_of(product) != bits_of(products[0])
     row, column = told.nonzero(as_tuple=True)
@@ -57,9 +57,9 @@ LIMIT = 7.0
 
 def gates_at_the_limit(seed: int) -> Tensor:
     """BF16 [rows, 2 * 128]: gates and ups within two units of the limit 7, both signs."""
-    gate = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/gate", 64, 128) - 0.5)
-    up = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/up", 64, 128) - 0.5)
-    sign = 1.0 - 2.0 * random_bits.integers(seed, "limit/sign", 64, 128, below=2).float()
+    gate = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/gate", 64, BLOCK) - 0.5)
+    up = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/up", 64, BLOCK) - 0.5)
+    sign = 1.0 - 2.0 * random_bits.integers(seed, "limit/sign", 64, BLOCK, below=2).float()
     return round_bf16(torch.cat([gate, up * sign], 1))
 
 
@@ -69,10 +69,10 @@ ODD_LIMIT = 9.97
 
 def gates_past_an_odd_limit(seed: int) -> Tensor:
     """BF16 [rows, 2 * 128]: gates and ups around 9.97, half of them past it, ups of -0 and NaN."""
-    gate = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/gate", 64, 128) - 0.5)
-    up = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/up", 64, 128) - 0.5)
-    sign = 1.0 - 2.0 * random_bits.integers(seed, "odd/sign", 64, 128, below=2).float()
-    zero = random_bits.integers(seed, "odd/zero", 64, 128, below=8) == 0
+    gate = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/gate", 64, BLOCK) - 0.5)
+    up = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/up", 64, BLOCK) - 0.5)
+    sign = 1.0 - 2.0 * random_bits.integers(seed, "odd/sign", 64, BLOCK, below=2).float()
+    zero = random_bits.integers(seed, "odd/zero", 64, BLOCK, below=8) == 0
     up = torch.where(zero, torch.full_like(up, -0.0), up * sign)
     up[:, ::16] = float("nan")
     return round_bf16(torch.cat([gate, up], 1))
