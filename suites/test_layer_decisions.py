@@ -11,8 +11,10 @@ from torch import Tensor
 
 from moe_parity.harness.checks.compare import comparable
 from moe_parity.harness.checks.expect import Recorder, claim
+from moe_parity.harness.evidence import distance
 from moe_parity.references.arithmetic.formats import bits_of, f32_to_bf16
-from moe_parity.references.language import Decision, neighbours
+from moe_parity.references.language import Case, Decision, Values, neighbours
+from moe_parity.references.recipes.tensorrt_llm import TRTLLM_DECODE, TRTLLM_FUSED
 from moe_parity.references.stages import combine
 from moe_parity.references.stages.combine import CombineRecipe
 from moe_parity.references.stages.gemm import reference as gemm
@@ -54,3 +56,13 @@ def test_told_by_its_aimed_inputs(part, decision: Decision, changed, parity_reco
         stage=decision.name.partition(".")[0], device="reference", compared=original.numel(),
         could_show=told, nearest_mutant=decision.name, mutant_distance=told,
     )  # fmt: skip
+
+
+def test_the_decode_path_of_the_pull_request_is_not_bitwise():
+    """Seed 003 claims it at one token; the unit and the order of scales tell, each alone."""
+    case = Case(m=1, e=8, k=4, h=256, i=128, values=Values.AIMED)
+    apart = {d.changed: d for d in distance.split(case, TRTLLM_FUSED, TRTLLM_DECODE)}
+    assert {"gemm.unit=mma_f16", "gemm.scale_order=a_then_b", "all of them"} <= apart.keys()
+    for name in ("gemm.unit=mma_f16", "all of them"):
+        assert apart[name].differing > 0, name
+        assert apart[name].max_ulp > 1.0, name

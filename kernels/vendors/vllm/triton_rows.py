@@ -12,6 +12,7 @@ from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm.api import rows_of
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, GATHER, functions, unavailable
+from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case, InputDtype, Routing
 from moe_parity.references.stages.align import RoutedRows
 from moe_parity.references.stages.routing import place
@@ -25,7 +26,7 @@ def _gather_file() -> Any:
 
 
 def _supports_scatter(case: Case, device: str) -> str | None:  # noqa: ARG001
-    if case.scale.is_packed or case.h % 128:
+    if case.scale.is_packed or case.h % BLOCK:
         return "rows of whole groups of 128 with fp32 scales."
     if case.routing is Routing.HOLES:
         return "vLLM's ids are those of experts."
@@ -38,7 +39,7 @@ def _scatter(call: Call, *, psum: bool) -> Produced:
     local = inputs.expert
     placed = place(local, inputs.experts, ALIGNMENT)
     counts = placed.counts
-    groups = width // 128
+    groups = width // BLOCK
     codes = call.new("codes", (rows_of(placed), width), (width, 1), torch.uint8)
     scales = call.new("scales", (rows_of(placed), groups), (groups, 1), torch.float32)
     index = call.new("index", (local.numel(), 1), (1, 1), torch.int32)
@@ -56,7 +57,10 @@ def _scatter(call: Call, *, psum: bool) -> Produced:
     at = torch.where(live, index.view(-1).long(), 0)
     fates = torch.full((rows_of(placed),), Fate.UNTOUCHED, dtype=torch.int8, device=device)
     fates[placed.slot[live]] = Fate.LIVE
-    found = layout - placed.starts if psum else torch.bincount(layout[layout >= 0], minlength=inputs.experts)  # fmt: skip  # noqa: E501
+    if psum:
+        found = layout - placed.starts
+    else:
+        found = torch.bincount(layout[layout >= 0], minlength=inputs.experts)
     # A row outside its expert's range would be read as another's: make it show.
     owner = torch.bucketize(at, placed.starts.long(), right=True) - 1
     lost = live & (at >= placed.ends.long()[owner])
@@ -70,7 +74,8 @@ def _scatter(call: Call, *, psum: bool) -> Produced:
         fates={
             "codes": fates, "scales": fates,
             "index": torch.where(live, int(Fate.LIVE), int(Fate.UNTOUCHED)).to(torch.int8),
-        },
+        }
+        | ({"layout": torch.full((inputs.experts,), Fate.LIVE, dtype=torch.int8)} if psum else {}),
     )  # fmt: skip
 
 
