@@ -122,7 +122,7 @@ def test_prewarm_meets_every_class(topk: int, monkeypatch):
     steps, quant = moe.steps, moe.quant
     seen = set()
 
-    def note(kernel, grid, *args, **options):  # noqa: ARG001
+    def note(kernel, grid, *args, **options):
         types = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else "" for a in args)
         seen.add((kernel.fn.__name__, types, tuple(sorted(options.items()))))
 

@@ -211,7 +211,7 @@ def _lose(slots: torch.Tensor, pairs: int) -> None:
     slots[0] = pairs
 
 
-def _double(slots: torch.Tensor, pairs: int) -> None:  # noqa: ARG001
+def _double(slots: torch.Tensor, pairs: int) -> None:
     slots[1] = slots[0]
 
 

@@ -48,7 +48,7 @@ def _copy(tmp_path: Path, change) -> Path:
     return path
 
 
-def _flip(tensors, metadata):  # noqa: ARG001
+def _flip(tensors, metadata):
     name = sorted(tensors)[0]
     tensors[name].view(-1)[7] ^= 1
 
@@ -58,23 +58,23 @@ def _flip_and_reseal(tensors, metadata):
     metadata["outputs_sha256"] = witness.sha256(tensors[name] for name in sorted(tensors))
 
 
-def _schema(tensors, metadata):  # noqa: ARG001
+def _schema(tensors, metadata):
     metadata["schema"] = "99"
 
 
-def _sum(tensors, metadata):  # noqa: ARG001
+def _sum(tensors, metadata):
     metadata["inputs_sha256"] = "0" * 64
 
 
-def _subject(tensors, metadata):  # noqa: ARG001
+def _subject(tensors, metadata):
     metadata["kind"], metadata["subject"] = "model", "tanh"
 
 
-def _no_seed(tensors, metadata):  # noqa: ARG001
+def _no_seed(tensors, metadata):
     del metadata["seed"]
 
 
-def _other_recipe(tensors, metadata):  # noqa: ARG001
+def _other_recipe(tensors, metadata):
     metadata["recipe"] = "ours" if metadata["kind"] != "kernel" else metadata["recipe"]
     metadata["subject"] = "zzz" if metadata["kind"] == "kernel" else metadata["subject"]
 

@@ -101,7 +101,7 @@ class File:
         """Take what launchers ask of ``torch.empty`` from ``new``, called ``names`` in order."""
         order = iter(names)
 
-        def empty(*shape: Any, dtype: torch.dtype, device: Any = None) -> Tensor:  # noqa: ARG001
+        def empty(*shape: Any, dtype: torch.dtype, device: Any = None) -> Tensor:
             sizes = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
             strides = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]
             return new(next(order), sizes, tuple(strides), dtype)

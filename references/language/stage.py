@@ -149,15 +149,15 @@ class Stage(ABC, Generic[InputsT]):
     def reference(self, case: Case, inputs: InputsT, recipe: Recipe) -> dict[str, Tensor]:
         """Return what the recipe gives, in canonical form, on the device of the inputs."""
 
-    def live(self, case: Case, inputs: InputsT) -> Mapping[str, Tensor]:  # noqa: ARG002
+    def live(self, case: Case, inputs: InputsT) -> Mapping[str, Tensor]:
         """Return, for outputs some of whose rows nobody owns, a mask of the rows that are owned."""
         return {}
 
-    def subsets(self, case: Case, inputs: InputsT) -> Iterator[Subset]:  # noqa: ARG002
+    def subsets(self, case: Case, inputs: InputsT) -> Iterator[Subset]:
         """Yield parts of a case whose rows must keep their bits."""
         return iter(())
 
-    def inner(self, case: Case, inputs: InputsT, got: Outputs) -> Iterator[Inner]:  # noqa: ARG002
+    def inner(self, case: Case, inputs: InputsT, got: Outputs) -> Iterator[Inner]:
         """Yield the stages inside, each on the kernel's own upstream tensors."""
         return iter(())
 
@@ -171,9 +171,9 @@ class Stage(ABC, Generic[InputsT]):
 
     def errors(
         self,
-        case: Case,  # noqa: ARG002
-        inputs: InputsT,  # noqa: ARG002
-        got: Outputs,  # noqa: ARG002
+        case: Case,
+        inputs: InputsT,
+        got: Outputs,
     ) -> tuple[float | None, float | None]:
         """Return relative errors against BF16 and float64 arithmetic, where they mean something."""
         return None, None

@@ -75,7 +75,7 @@ class Align(Stage[RoutedRows]):
         """Yield eight experts a token."""
         yield Case(m=24, e=8, k=8, h=256, values=Values.AIMED, seed=11)
 
-    def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:  # noqa: ARG002
+    def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:
         """Return the expert of each block in use, and the pairs in their slots."""
         placed = place(inputs.expert, inputs.experts, inputs.block)
 
@@ -87,7 +87,7 @@ class Align(Stage[RoutedRows]):
             "slots": integers(placed.used, "slot"),
         }
 
-    def reference(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+    def reference(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return blocks and slots; a slot without a pair holds P."""
         placed = place(inputs.expert, inputs.experts, inputs.block)
         return {"experts": placed.block_expert(), "slots": placed.pairs().int()}

@@ -29,7 +29,7 @@ class Permute(Align):
         made = super().inputs(case, device)
         return dataclasses.replace(made, codes=embed(made.codes, case.hazard))
 
-    def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:  # noqa: ARG002
+    def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:
         """Return each pair's codes and scales, and how many rows every expert has."""
         pairs = inputs.expert.numel()
         return {
@@ -47,7 +47,7 @@ class Permute(Align):
             ),
         }  # fmt: skip
 
-    def reference(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+    def reference(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return the copies, zeros where a pair is not owned."""
         mine = (inputs.expert >= 0)[:, None]
         pairs = torch.arange(inputs.expert.numel(), device=inputs.expert.device)
@@ -59,7 +59,7 @@ class Permute(Align):
             "counts": torch.bincount(own, minlength=inputs.experts).int(),
         }
 
-    def live(self, case: Case, inputs: RoutedRows) -> Mapping[str, Tensor]:  # noqa: ARG002
+    def live(self, case: Case, inputs: RoutedRows) -> Mapping[str, Tensor]:
         """Return the owned pairs."""
         return dict.fromkeys(("codes", "scales"), inputs.expert >= 0)
 

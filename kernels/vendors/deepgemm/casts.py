@@ -90,7 +90,7 @@ _RECIPES = {
 _CONTRACT = Contract().without(Check.WRITE_SET)
 
 
-def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
+def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:
     return _RECIPES[device, _cast_saturates(device)]
 
 
@@ -101,7 +101,7 @@ def _cast_saturates(device: str) -> bool:
     return int(past.view(torch.uint8)) == 0x7E
 
 
-def _per_token(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _per_token(case: Case, device: str) -> str | None:
     if case.layout is not ScaleLayout.ROW:
         return "the helper returns row-major scales."
     if case.h % case.group:

@@ -17,7 +17,7 @@ from moe_parity.references.stages.routing import place
 LAYOUTS = ("contiguous", "masked", "psum")
 
 
-def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports(case: Case, device: str) -> str | None:
     if case.h % BLOCK or case.i % BLOCK:
         return f"H = {case.h} and I = {case.i} must be multiples of {BLOCK}."
     return None

@@ -17,7 +17,7 @@ from moe_parity.references.stages.routing import place
 RECIPE = "deepgemm_gemm"
 
 
-def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports(case: Case, device: str) -> str | None:
     if case.scale.is_packed:
         return "SM90 GEMMs read fp32 scales; packed exponents are for other chips."
     if case.h % 16 or (2 * case.i) % 8:

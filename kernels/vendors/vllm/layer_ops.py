@@ -31,7 +31,7 @@ def _arguments(op: Any) -> int:
 # --- activations --------------------------------------------------------------------------------
 
 
-def _supports_silu(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_silu(case: Case, device: str) -> str | None:
     if case.clamp is not None or case.gate is not Gate.SILU:
         return "no limit, no swigluoai: those are silu_and_mul_with_clamp's."
     return None
@@ -49,11 +49,11 @@ def vllm_silu_and_mul(call: Call) -> Tensor:
     return out
 
 
-def _supports_clamp(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_clamp(case: Case, device: str) -> str | None:
     return None if case.clamp is not None else "needs a limit."
 
 
-def _clamp_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
+def _clamp_recipes(case: Case, device: str) -> tuple[Recipe, ...]:
     return (VLLM_TRITON,) if case.i % 8 == 0 else (VLLM_CLAMPED_SCALAR,)
 
 
@@ -73,7 +73,7 @@ def _rows(call: Call) -> Tensor:
     return demand_contiguous(call.inputs.rows, "vLLM's op")
 
 
-def _supports_block(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_block(case: Case, device: str) -> str | None:
     if case.clamp is not None or case.gate is not Gate.SILU:
         return "the op has no limit and no swigluoai."
     if case.scale is not ScaleFormat.FP32 or case.layout is ScaleLayout.TMA:
@@ -98,7 +98,7 @@ def vllm_silu_and_mul_per_block_quant(call: Call) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _supports_masked(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_masked(case: Case, device: str) -> str | None:
     if case.clamp is not None or case.gate is not Gate.SILU or case.group != 128:
         return "the op has no limit and no swigluoai, and groups of 128."
     if case.layout is not ScaleLayout.ROW:
@@ -151,7 +151,7 @@ def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:
 # --- routing ------------------------------------------------------------------------------------
 
 
-def _supports_routed(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_routed(case: Case, device: str) -> str | None:
     if case.routing is Routing.HOLES:
         return "vLLM's ids are those of experts."
     return None if case.m else "vLLM returns early for zero tokens."

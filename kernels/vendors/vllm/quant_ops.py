@@ -21,7 +21,7 @@ _EPS = 1e-10
 _LIMITS = (-E4M3.largest, E4M3.largest)
 
 
-def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports(case: Case, device: str) -> str | None:
     if case.h % case.group:
         return f"K = {case.h} is not a multiple of the group, {case.group}."
     if case.scale is ScaleFormat.UE8M0_PACKED:
@@ -31,7 +31,7 @@ def _supports(case: Case, device: str) -> str | None:  # noqa: ARG001
     return None
 
 
-def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
+def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:
     if case.scale is ScaleFormat.FP32:
         return (VLLM_CUDA_0_26,) if package.divides() else (VLLM_CUDA,)
     # Groups other than 128 and fp32 input take the generic kernel, which rounds by log2.
@@ -61,7 +61,7 @@ def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _supports_packed(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_packed(case: Case, device: str) -> str | None:
     if case.scale is not ScaleFormat.UE8M0_PACKED:
         return "writes packed exponents only."
     if case.h % case.group or case.group != 128 or case.dtype is InputDtype.FP32:

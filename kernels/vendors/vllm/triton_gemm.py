@@ -18,7 +18,7 @@ from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
 
 
-def _supports_gemm(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_gemm(case: Case, device: str) -> str | None:
     if case.scale.is_packed:
         return "the kernel reads fp32 scales."
     if case.h % 128 or case.i % 128:
@@ -28,7 +28,7 @@ def _supports_gemm(case: Case, device: str) -> str | None:  # noqa: ARG001
     return None if case.m else "vLLM launches nothing for zero tokens."
 
 
-def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:  # noqa: ARG001
+def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:
     """Swap-AB, with the other scale order, for tiles below 64 rows: up to 64 tokens by default."""
     return (VLLM_TRITON_SWAP,) if case.m <= 64 else (VLLM_TRITON,)
 

@@ -25,7 +25,7 @@ def _gather_file() -> Any:
     )  # fmt: skip
 
 
-def _supports_scatter(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_scatter(case: Case, device: str) -> str | None:
     if case.scale.is_packed or case.h % BLOCK:
         return "rows of whole groups of 128 with fp32 scales."
     if case.routing is Routing.HOLES:
@@ -100,7 +100,7 @@ _register_scatter("vllm_ep_scatter", psum=False)
 _register_scatter("vllm_ep_scatter_psum", psum=True)
 
 
-def _supports_gather(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _supports_gather(case: Case, device: str) -> str | None:
     if case.routing is Routing.HOLES:
         return "vLLM's ids are those of experts."
     if case.dtype is not InputDtype.BF16:

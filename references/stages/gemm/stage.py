@@ -134,7 +134,7 @@ class _Grouped(Stage[GroupedRows]):
             yield dataclasses.replace(case, scale=ScaleFormat.UE8M0)
         yield dataclasses.replace(WITNESSED, m=65, h=256, i=128)
 
-    def outputs(self, case: Case, inputs: GroupedRows) -> Mapping[str, Output]:  # noqa: ARG002
+    def outputs(self, case: Case, inputs: GroupedRows) -> Mapping[str, Output]:
         """BF16 rows of every pair; those that are not owned belong to nobody."""
         shape = (inputs.expert.numel(), inputs.w.shape[1])
         return {
@@ -143,7 +143,7 @@ class _Grouped(Stage[GroupedRows]):
             )
         }
 
-    def reference(self, case: Case, inputs: GroupedRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+    def reference(self, case: Case, inputs: GroupedRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return the rows, +0 where a pair is not owned."""
         gemm, source = recipe.of("gemm", GemmRecipe), inputs.source
         rows = grouped(
@@ -152,11 +152,11 @@ class _Grouped(Stage[GroupedRows]):
         rows = biased(self.scaled(rows, inputs, recipe), inputs.bias, inputs.expert, gemm)
         return {"rows": torch.where((inputs.expert >= 0)[:, None], rows, torch.zeros_like(rows))}
 
-    def scaled(self, rows: Tensor, inputs: GroupedRows, recipe: Recipe) -> Tensor:  # noqa: ARG002
+    def scaled(self, rows: Tensor, inputs: GroupedRows, recipe: Recipe) -> Tensor:
         """Return the accumulators as the epilogue leaves them."""
         return rows
 
-    def live(self, case: Case, inputs: GroupedRows) -> Mapping[str, Tensor]:  # noqa: ARG002
+    def live(self, case: Case, inputs: GroupedRows) -> Mapping[str, Tensor]:
         """Return the owned pairs."""
         return {"rows": inputs.expert >= 0}
 

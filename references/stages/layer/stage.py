@@ -66,7 +66,7 @@ class Layer(Stage[LayerInputs]):
         """Yield nothing: a layer is witnessed by its stages."""
         return iter(())
 
-    def outputs(self, case: Case, inputs: LayerInputs) -> Mapping[str, Output]:  # noqa: ARG002
+    def outputs(self, case: Case, inputs: LayerInputs) -> Mapping[str, Output]:
         """Every stage's tensors; ``out`` may come alone."""
         (tokens, hidden), pairs = inputs.batch.x.shape, inputs.batch.ids.numel()
         width = inputs.experts.w2.shape[2]
@@ -91,11 +91,11 @@ class Layer(Stage[LayerInputs]):
             "out": rows(tokens, hidden, asked.dtype, "token"),
         }
 
-    def reference(self, case: Case, inputs: LayerInputs, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+    def reference(self, case: Case, inputs: LayerInputs, recipe: Recipe) -> dict[str, Tensor]:
         """Return every stage's tensors, each from the one before."""
         return dict(vars(layer(inputs, recipe)))
 
-    def live(self, case: Case, inputs: LayerInputs) -> Mapping[str, Tensor]:  # noqa: ARG002
+    def live(self, case: Case, inputs: LayerInputs) -> Mapping[str, Tensor]:
         """Return the owned pairs."""
         return dict.fromkeys(("fc1", "mid_codes", "mid_scales", "fc2"), inputs.expert >= 0)
 
@@ -157,7 +157,7 @@ def rows_of(batch: Routed, tokens: list[int]) -> Routed:
 # --- the stages inside --------------------------------------------------------------------------
 
 
-def _act_quant(inputs: LayerInputs, got: Outputs) -> QuantInputs:  # noqa: ARG001
+def _act_quant(inputs: LayerInputs, got: Outputs) -> QuantInputs:
     return QuantInputs(x=inputs.batch.x)
 
 

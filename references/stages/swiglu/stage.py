@@ -128,12 +128,12 @@ class Swiglu(Stage[GateUpRows]):
         for clamp in (None, aims.ODD_LIMIT):
             yield dataclasses.replace(WITNESSED, clamp=clamp)
 
-    def outputs(self, case: Case, inputs: GateUpRows) -> Mapping[str, Output]:  # noqa: ARG002
+    def outputs(self, case: Case, inputs: GateUpRows) -> Mapping[str, Output]:
         """BF16 rows [P, I]."""
         shape = (inputs.rows.shape[0], inputs.rows.shape[1] // 2)
         return {"rows": Output(kind=Kind.VALUES, shape=shape, dtype=torch.bfloat16)}
 
-    def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:  # noqa: ARG002
+    def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return the rows."""
         return {"rows": f32_to_bf16(activated(inputs, recipe))}
 
