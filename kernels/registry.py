@@ -29,7 +29,7 @@ from typing import Any
 from moe_parity.kernels.call import Call
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Contract, Recipe, Skip, Stage, Why
-from moe_parity.references.recipes import recipe_named
+from moe_parity.references.recipes import ALL, recipe_named
 from moe_parity.references.stages import stage_named
 
 BUILTIN = ("ours", "vendors.deepgemm", "vendors.vllm")
@@ -169,6 +169,11 @@ def _fixed(name: str, stage: Stage[Any], recipe: object) -> RecipesOf:
             raise ParityError(f"kernel {name}: {error}") from None
     if not isinstance(recipe, Recipe):
         raise ParityError(f"kernel {name}: recipes must be a recipe, a name or a function.")
+    if ALL.get(recipe.name, recipe) != recipe:
+        raise ParityError(
+            f"kernel {name}: {recipe.name} is another recipe's name; give yours one of its own "
+            "with dataclasses.replace(recipe, name=...)."
+        )
     if not stage.described_by(recipe):
         raise ParityError(f"kernel {name}: recipe {recipe.name} says nothing about stage {stage}.")
     value = (recipe,)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
+from moe_parity.kernels import register
 from moe_parity.kernels.ours.validate import check_codes, check_scales
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, parse_id
+from moe_parity.references.language import Case, Check, Contract, parse_id
+from moe_parity.references.recipes.deepgemm import DEEPGEMM
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.quant import reference as quant
@@ -150,10 +153,28 @@ def test_cases_are_refused(wrong: dict[str, int]):
         ("act_quant", "e4", "act_quant does not read the word e"),
         ("act_quant", "midue8m0", "act_quant does not read the word mid_scale"),
         ("swiglu", "pool7", "no pool 7"),
+        *(
+            (name, "ue8m0packed", f"{name} knows scale fp32, ue8m0, not ue8m0packed")
+            for name in ("weight_quant", "align", "permute", "fc1", "fc2", "layer")
+        ),
     ],
 )
 def test_a_word_that_a_stage_does_not_read_is_refused(stage: str, word: str, sentence: str):
     """It is never ignored: two ids are two cases."""
-    case = parse_id(f"any-fp32-{word}" if word != "pool7" else "any-fp32-aimed-pool7-m4")[1]
+    text = {"pool7": "any-fp32-aimed-pool7-m4"}.get(word, f"any-fp32-{word}")
+    case = parse_id(text.replace("fp32-ue8m0packed", "ue8m0packed"))[1]
     with pytest.raises(ParityError, match=sentence):
         STAGES[stage].inputs(case)
+
+
+def test_a_contract_without_its_first_check_is_refused():
+    with pytest.raises(ParityError, match="a contract holds the check exact"):
+        Contract().without(Check.EXACT)
+
+
+def test_the_name_of_another_recipe_is_refused():
+    """Reports would speak of a recipe that the kernel does not follow."""
+    other = dataclasses.replace(DEEPGEMM, name=OURS.name)
+    with pytest.raises(ParityError, match="ours is another recipe's name; give yours one of its"):
+        register("mine", stage="act_quant", recipes=other)
+    register("mine", stage="act_quant", recipes=dataclasses.replace(other, name="my_own"))

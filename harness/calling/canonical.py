@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.kernels.call import Call, Produced
-from moe_parity.references.arithmetic.formats import E4M3, ue8m0_decode, unpack_ue8m0
+from moe_parity.references.arithmetic.formats import ue8m0_decode, unpack_ue8m0
 from moe_parity.references.language.stage import Kind, Output
 
 
@@ -59,7 +59,7 @@ def _named(name: str, call: Call, returned: object, wanted: list[str]) -> Mappin
 
 
 def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
-    if wanted.kind is Kind.CODES and tensor.dtype is E4M3.dtype:
+    if wanted.kind is Kind.CODES and tensor.dtype is wanted.codes.dtype:
         tensor = tensor.view(torch.uint8)
     if tensor.dtype is not wanted.dtype or tuple(tensor.shape) != wanted.shape:
         raise BadOutput(

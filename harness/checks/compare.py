@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import E4M3, canonical_nan, to_f32
+from moe_parity.references.arithmetic.formats import E4M3, CodeFormat, canonical_nan, to_f32
 from moe_parity.references.language.stage import Kind, Output, Outputs
 
 
-def comparable(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers, every NaN the same."""
+def comparable(tensor: Tensor, codes: CodeFormat = E4M3) -> Tensor:
+    """Return the bits of a tensor as integers, every NaN the same; bytes are ``codes``."""
     if tensor.dtype is torch.uint8:
-        return torch.where(E4M3.is_nan(tensor), E4M3.nan, tensor.int())
+        return torch.where(codes.is_nan(tensor), codes.nan, tensor.int())
     if not tensor.dtype.is_floating_point:
         return tensor
     if tensor.dtype is torch.float32:
@@ -30,9 +30,9 @@ def comparable(tensor: Tensor) -> Tensor:
     return torch.where(torch.isnan(to_f32(tensor)), 0x7FFF, bits)
 
 
-def mask(got: Tensor, want: Tensor, live: Tensor | None) -> Tensor:
-    """Return where two tensors differ, in live rows."""
-    bad = comparable(got) != comparable(want)
+def mask(output: Output, got: Tensor, want: Tensor, live: Tensor | None) -> Tensor:
+    """Return where two tensors of an output differ, in live rows."""
+    bad = comparable(got, output.codes) != comparable(want, output.codes)
     return bad if live is None else bad & live.view(-1, *[1] * (bad.dim() - 1))
 
 
@@ -76,24 +76,24 @@ def differences(
 def _difference(
     name: str, output: Output, got: Tensor, want: Tensor, live: Tensor | None
 ) -> Difference:
-    bad = mask(got, want, live)
+    bad = mask(output, got, want, live)
     wrong, rows = int(bad.sum()), got.shape[0] if live is None else int(live.sum())
     total = got.numel() if live is None else rows * (got.numel() // max(got.shape[0], 1))
     index = tuple(int(n) for n in bad.nonzero()[0]) if wrong else ()
     return Difference(
-        name=name, output=output, wrong=wrong, of=total, farthest=_farthest(got, want, bad),
-        index=index, got=_words(got, index) if wrong else "",
-        want=_words(want, index) if wrong else "",
+        name=name, output=output, wrong=wrong, of=total, farthest=_farthest(output, got, want, bad),
+        index=index, got=_words(output, got, index) if wrong else "",
+        want=_words(output, want, index) if wrong else "",
     )  # fmt: skip
 
 
-def _farthest(got: Tensor, want: Tensor, bad: Tensor) -> int | None:
+def _farthest(output: Output, got: Tensor, want: Tensor, bad: Tensor) -> int | None:
     if not (got.dtype.is_floating_point or got.dtype is torch.uint8):
         return None
     if not bool(bad.any()):
         return 0
     width = 8 * got.element_size()
-    left, right = (ordered(comparable(t)[bad], width) for t in (got, want))
+    left, right = (ordered(comparable(t, output.codes)[bad], width) for t in (got, want))
     return int((left - right).abs().max())
 
 
@@ -104,11 +104,11 @@ def ordered(bits: Tensor, width: int) -> Tensor:
     return torch.where(wide >> (width - 1) == 1, -magnitude, magnitude)
 
 
-def _words(tensor: Tensor, index: tuple[int, ...]) -> str:
+def _words(output: Output, tensor: Tensor, index: tuple[int, ...]) -> str:
     value = tensor[index].reshape(1)
     digits = 2 * value.element_size()
     if value.dtype is torch.uint8:
-        return f"code 0x{int(value):02x} ({float(E4M3.decode(value)):g})"
+        return f"code 0x{int(value):02x} ({float(output.codes.decode(value)):g})"
     if not value.dtype.is_floating_point:
         return str(int(value))
     kind = {4: torch.int32, 2: torch.int16}[value.element_size()]

@@ -6,7 +6,8 @@ And the other way round: how many outputs of these very inputs would have told a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from moe_parity.harness.checks.compare import Difference, differences, mask, where
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.references.language import Case, Recipe, Stage
-from moe_parity.references.language.stage import Kind, Outputs
+from moe_parity.references.language.stage import Kind, Output, Outputs
 
 MEASURE_BELOW = 1 << 23
 """Outputs up to which the power of the inputs is measured against every mutant."""
@@ -36,15 +37,28 @@ class Judged:
         made = self.stage.reference(self.case, self.inputs, recipe)
         return {name: made[name] for name in self.got}
 
+    @cached_property
+    def outputs(self) -> Mapping[str, Output]:
+        """The stage's outputs."""
+        return self.stage.outputs(self.case, self.inputs)
+
+    @cached_property
+    def live(self) -> Mapping[str, Tensor]:
+        """The rows that are owned, of outputs where not all are."""
+        return self.stage.live(self.case, self.inputs)
+
     def differences(self, want: Outputs) -> list[Difference]:
         """Return how the outputs differ from others, in live rows."""
-        outputs = self.stage.outputs(self.case, self.inputs)
-        return differences(outputs, self.got, want, self.stage.live(self.case, self.inputs))
+        return differences(self.outputs, self.got, want, self.live)
+
+    def differs(self, name: str, want: Outputs, got: Outputs | None = None) -> Tensor:
+        """Return where one output differs, in live rows."""
+        found = (self.got if got is None else got)[name]
+        return mask(self.outputs[name], found, want[name], self.live.get(name))
 
     def equals(self, want: Outputs) -> bool:
         """Whether every live bit is the same."""
-        live = self.stage.live(self.case, self.inputs)
-        return not any(bool(mask(self.got[n], want[n], live.get(n)).any()) for n in self.got)
+        return not any(bool(self.differs(name, want).any()) for name in self.got)
 
 
 def exact(
@@ -109,12 +123,11 @@ def _apart(judged: Judged, recipe: Recipe, found: list[Difference]) -> str:
 
     One wrong division often moves two decisions: the scale and what elements are divided by.
     """
-    live = judged.stage.live(judged.case, judged.inputs)
     names: dict[str, list[str]] = {d.name: [] for d in found if d.wrong}
     for label, changed in judged.stage.neighbours(recipe):
         want = judged.against(changed)
         for name, labels in names.items():
-            if not bool(mask(judged.got[name], want[name], live.get(name)).any()):
+            if not bool(judged.differs(name, want).any()):
                 labels.append(label)
     parts = [f"{name} match with {' or '.join(labels)}" for name, labels in names.items() if labels]
     return f": {'; '.join(parts)}" if parts else ""
@@ -122,14 +135,13 @@ def _apart(judged: Judged, recipe: Recipe, found: list[Difference]) -> str:
 
 def _with_power(verdict: Verdict, judged: Judged, recipe: Recipe, want: Outputs) -> Verdict:
     """Measure the power of the inputs: run every mutant and collect where it differs."""
-    live = judged.stage.live(judged.case, judged.inputs)
     shown = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in want.items()}
     told: dict[str, int] = {}
     mutants = 0
     for label, changed in judged.stage.neighbours(recipe):
         mutants += 1
         other = judged.against(changed)
-        masks = {name: mask(other[name], want[name], live.get(name)) for name in want}
+        masks = {name: judged.differs(name, want, other) for name in want}
         for name, bad in masks.items():
             shown[name] |= bad
         count = sum(int(bad.sum()) for bad in masks.values())

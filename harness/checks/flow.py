@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_parity.harness.calling.canonical import BadOutput
 from moe_parity.harness.calling.poison import POISONS
@@ -20,7 +21,6 @@ from moe_parity.harness.checks.exact import Judged, exact
 from moe_parity.harness.checks.memory import write_fault
 from moe_parity.harness.checks.verdict import Verdict, found
 from moe_parity.kernels import Kernel
-from moe_parity.references.arithmetic.formats import E4M3
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Hazard, Recipe
 from moe_parity.references.language.stage import Kind, Subset
@@ -139,9 +139,8 @@ def finite(kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipe: Recipe) ->
         output = outputs[name]
         if output.kind is Kind.INTEGERS:
             continue
-        codes = output.kind is Kind.CODES
-        here, there = (E4M3.is_nan(t) if codes else ~torch.isfinite(t) for t in (got, want[name]))
-        bad = here & ~there
+        broken = output.codes.is_nan if output.kind is Kind.CODES else _not_finite
+        bad = broken(got) & ~broken(want[name])
         if name in live:
             bad &= live[name].view(-1, *[1] * (bad.dim() - 1))
         compared += bad.numel()
@@ -156,6 +155,10 @@ def finite(kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipe: Recipe) ->
         return Verdict(check=Check.FINITE, verdict="skip", reason="integers are all finite")
     text = f"{fault}; {wrong} outputs in all." if fault else ""
     return found(Check.FINITE, text, recipe=recipe.name, compared=compared, differing=wrong)
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    return ~torch.isfinite(values)
 
 
 def write_set(kernel: Kernel, case: Case, inputs: Any, ran: Ran, again: Ran) -> Verdict:

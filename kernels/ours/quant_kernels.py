@@ -14,7 +14,7 @@ import triton.language as tl
 
 GROUP = tl.constexpr(128)
 E4M3_MAX = tl.constexpr(448.0)
-# The smallest fp32 whose 448 / amax is finite; see references.quant.AMAX_OVERFLOW.
+# The smallest fp32 whose 448 / amax is finite; AMAX_OVERFLOW of the reference.
 AMAX_FLOOR = tl.constexpr(1.3165537626040637e-36)
 
 

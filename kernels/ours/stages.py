@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from moe_parity.kernels.call import Call, Fate, Produced
 from moe_parity.kernels.registry import Run, Supports, register
 from moe_parity.references.language import Case, Recipe, ScaleLayout, Skip, Stage, Why
-from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.recipes.ours import OURS, OURS_AFTER
 from moe_parity.references.stages import (
     ACT_QUANT,
     ALIGN,
@@ -24,12 +23,6 @@ from moe_parity.references.stages import (
     SWIGLU_QUANT,
     WEIGHT_QUANT,
 )
-from moe_parity.references.stages.swiglu.decisions import ClampOrder, SwigluRecipe
-
-AFTER = OURS.with_parts(
-    swiglu=dataclasses.replace(OURS.of("swiglu", SwigluRecipe), clamp_order=ClampOrder.AFTER)
-)
-"""Ours with the limit after SiLU."""
 
 
 def unavailable() -> Skip | None:
@@ -192,7 +185,7 @@ _ours("ours_swiglu", SWIGLU, note="Our SwiGLU alone, rounded to BF16 once.")(_sw
 
 
 def _register_activation(name: str, note: str, clamp: str, tensor: bool) -> None:
-    recipe = AFTER if clamp == "after" else OURS
+    recipe = OURS_AFTER if clamp == "after" else OURS
 
     @_ours(name, SWIGLU_QUANT, supports=_quantized_rows, recipe=recipe, note=note)
     def activation(call: Call) -> tuple[Tensor, Tensor]:

@@ -192,6 +192,8 @@ class CodeFormat:
     """The largest finite value; there is no infinity."""
     rounds_to_largest: float
     """The largest magnitude that rounds to it: the midpoint to the value that would come next."""
+    top: int
+    """The code of the largest value."""
     nan: int
     """The NaN code, sign cleared."""
     magnitude: int
@@ -205,9 +207,16 @@ class CodeFormat:
         """Return a mask of the NaN codes."""
         return (codes & self.magnitude) == self.nan
 
+    def dequantized(self, codes: Tensor, scales: Tensor, down: int, across: int) -> Tensor:
+        """Return codes [R, C] times the scales of their ``down`` x ``across`` blocks, float64."""
+        wide = scales.double().repeat_interleave(down, 0)[: codes.shape[0]]
+        wide = wide.repeat_interleave(across, 1)[:, : codes.shape[1]]
+        return self.decode(codes).double() * wide
+
 
 E4M3 = CodeFormat(
-    name="e4m3", bits=8, largest=448.0, rounds_to_largest=464.0, nan=E4M3_NAN, magnitude=0x7F,
+    name="e4m3", bits=8, largest=448.0, rounds_to_largest=464.0, top=0x7E, nan=E4M3_NAN,
+    magnitude=0x7F,
     dtype=torch.float8_e4m3fn, encode=e4m3_encode, decode=e4m3_decode,
 )  # fmt: skip
 
@@ -265,6 +274,10 @@ class ScaleFormat(StrEnum):
         if not self.is_packed:
             return scales
         return ue8m0_decode(((bits_of(scales) >> 23) & 0xFF).to(torch.uint8))
+
+
+WHOLE_SCALES = frozenset({ScaleFormat.FP32, ScaleFormat.UE8M0})
+"""The formats with a scale in each word."""
 
 
 def without_missing_groups(words: Tensor, groups: int) -> Tensor:

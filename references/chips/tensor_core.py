@@ -102,6 +102,11 @@ def _shift(value: Tensor, places: Tensor) -> Tensor:
     return torch.where(value < 0, -moved, moved)
 
 
+def has_nan(codes: Tensor) -> bool:
+    """Whether any operand is a NaN."""
+    return bool(E4M3.is_nan(codes).any())
+
+
 def mark_nan(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Put the unit's NaN where an operand's row or column, or the accumulator, holds one."""
     row = E4M3.is_nan(a).any(1)[:, None]

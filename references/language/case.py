@@ -7,7 +7,13 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
+from moe_parity.references.arithmetic.formats import (
+    BLOCK,
+    E4M3,
+    CodeFormat,
+    ScaleFormat,
+    ScaleLayout,
+)
 from moe_parity.references.errors import ParityError
 
 
@@ -85,9 +91,9 @@ class Case:
     m: int = 1
     e: int = 1
     k: int = 1
-    h: int = 128
-    i: int = 128
-    group: int = 128
+    h: int = BLOCK
+    i: int = BLOCK
+    group: int = BLOCK
     scale: ScaleFormat = ScaleFormat.FP32
     mid_scale: ScaleFormat | None = None
     """The format of a layer's second quantization; None means the first one's."""
@@ -120,6 +126,11 @@ class Case:
     def mid(self) -> ScaleFormat:
         """The format of the second quantization."""
         return self.scale if self.mid_scale is None else self.mid_scale
+
+    @property
+    def codes(self) -> CodeFormat:
+        """The format of quantized elements; there is one so far."""
+        return E4M3
 
     @property
     def local_experts(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moe_parity.references.errors import ParityError
+
 
 class Check(StrEnum):
     """A property of (kernel, case)."""
@@ -25,10 +27,18 @@ class Check(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """The checks a kernel must pass; ``pads_zero``: scale padding must hold zeros after a call."""
+    """The checks a kernel must pass; ``pads_zero``: scale padding must hold zeros after a call.
+
+    Raises ParityError for a contract without the check ``exact``.
+    """
 
     checks: frozenset[Check] = frozenset(Check)
     pads_zero: bool = False
+
+    def __post_init__(self) -> None:
+        """Demand the one check that all others lean on."""
+        if Check.EXACT not in self.checks:
+            raise ParityError("a contract holds the check exact: without it nothing is compared.")
 
     def without(self, *dropped: Check) -> Contract:
         """Return the contract less some checks."""

@@ -46,7 +46,7 @@ class Recipe:
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def __hash__(self) -> int:
-        """Hash by name: names are unique (``recipes.ALL``)."""
+        """Hash by name; ``parts`` is a mapping and has no hash."""
         return hash(self.name)
 
     def of(self, name: str, kind: type[PartT]) -> PartT:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from moe_parity.references.arithmetic.formats import E4M3, CodeFormat
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language.case import Case
 from moe_parity.references.language.recipe import Acting, Recipe
@@ -52,6 +53,8 @@ class Output:
     """What an index counts, for sentences."""
     noun: str = "outputs"
     """What its elements are called, for sentences."""
+    codes: CodeFormat = E4M3
+    """The format of codes."""
 
 
 @dataclass(frozen=True, kw_only=True)

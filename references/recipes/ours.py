@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_parity.references.language.recipe import Recipe
 from moe_parity.references.recipes.build import FUSED, layer, quantizer
 from moe_parity.references.stages.quant.decisions import (
@@ -12,6 +14,7 @@ from moe_parity.references.stages.quant.decisions import (
     ScaleForm,
     ZeroGroup,
 )
+from moe_parity.references.stages.swiglu.decisions import ClampOrder, SwigluRecipe
 
 _QUANTIZER = quantizer(
     "ours",
@@ -26,4 +29,11 @@ _QUANTIZER = quantizer(
     weights=True,
 )
 OURS = layer(_QUANTIZER, *FUSED)
+OURS_AFTER = dataclasses.replace(
+    OURS.with_parts(
+        swiglu=dataclasses.replace(OURS.of("swiglu", SwigluRecipe), clamp_order=ClampOrder.AFTER)
+    ),
+    name="ours_after",
+    source="ours with the limit after SiLU",
+)
 NO_ROUNDING = Recipe(name="no_rounding", source="integers and copies: alignment, permutation")

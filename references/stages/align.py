@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_parity.references.arithmetic.formats import WHOLE_SCALES
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage
@@ -57,7 +58,8 @@ class Align(Stage[RoutedRows]):
 
     name = "align"
     reads: ClassVar[Reads] = {
-        **dict.fromkeys(("m", "e", "k", "h", "scale", "ep_rank", "ep_size", "routing")),
+        **dict.fromkeys(("m", "e", "k", "h", "ep_rank", "ep_size", "routing")),
+        "scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED}),
     }
     acting: ClassVar[Acting] = {}

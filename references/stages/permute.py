@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import Case
 from moe_parity.references.language.recipe import Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Subset, every_second
 from moe_parity.references.stages.align import Align, RoutedRows
 from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.quant.stage import code_output, scale_output
 from moe_parity.references.stages.routing import pairs_of
 
 
@@ -31,16 +33,11 @@ class Permute(Align):
 
     def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:
         """Return each pair's codes and scales, and how many rows every expert has."""
-        pairs = inputs.expert.numel()
+        pairs, groups = inputs.expert.numel(), inputs.scales.shape[1]
+        scales = scale_output(pairs, groups, ScaleFormat.FP32, ScaleLayout.ROW, "pair")
         return {
-            "codes": Output(
-                kind=Kind.CODES, shape=(pairs, inputs.codes.shape[1]), dtype=torch.uint8,
-                axes=("pair", "column"), noun="codes",
-            ),
-            "scales": Output(
-                kind=Kind.SCALES, shape=(pairs, inputs.scales.shape[1]), dtype=torch.float32,
-                axes=("pair", "scale"), noun="scales",
-            ),
+            "codes": code_output(pairs, inputs.codes.shape[1], case.codes, "pair"),
+            "scales": dataclasses.replace(scales, strides=None),
             "counts": Output(
                 kind=Kind.INTEGERS, shape=(inputs.experts,), dtype=torch.int32, axes=("expert",),
                 noun="counts",

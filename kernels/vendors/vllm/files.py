@@ -1,7 +1,7 @@
 """Where vLLM's Triton kernels are, and their functions once loaded from there.
 
-Loaded from disk at the first call (:mod:`vllm_source`), so that a machine without Triton or vLLM
-can list the kernels.
+Loaded from disk at the first call (``kernels/vendors/source.py``), so that a machine without Triton
+or vLLM can list the kernels.
 """
 
 from __future__ import annotations

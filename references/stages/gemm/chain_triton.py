@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import E4M3
 from moe_parity.references.chips import unit_named
-from moe_parity.references.chips.tensor_core import mark_nan
+from moe_parity.references.chips.tensor_core import has_nan, mark_nan
 from moe_parity.references.stages.gemm.decisions import Accumulate, GemmRecipe, ScaleOrder
 from moe_parity.references.stages.gemm.reference import INTERVALS
 from moe_parity.references.stages.routing import place
@@ -124,8 +123,8 @@ def grouped(
 
 
 def _with_nan(out: Tensor, a: Tensor, w: Tensor, expert: Tensor) -> Tensor:
-    """Put the unit's NaN into rows and columns that hold an E4M3 NaN."""
-    if not bool(E4M3.is_nan(a).any()) and not bool(E4M3.is_nan(w).any()):
+    """Put the unit's NaN into rows and columns that hold a NaN."""
+    if not has_nan(a) and not has_nan(w):
         return out
     for index in sorted(set(expert[expert >= 0].tolist())):
         rows = (expert == index).nonzero()[:, 0]

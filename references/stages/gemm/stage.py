@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK, E4M3, ScaleFormat
+from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
@@ -88,8 +88,9 @@ class _Grouped(Stage[GroupedRows]):
     """What the two GEMMs share."""
 
     reads: ClassVar[Reads] = {
-        **dict.fromkeys(("m", "e", "k", "h", "i", "scale", "ep_rank", "ep_size", "routing")),
+        **dict.fromkeys(("m", "e", "k", "h", "i", "ep_rank", "ep_size", "routing")),
         "hazard": None,
+        "scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED}),
     }
     sizes = ("m", "e", "k", "h", "i")
@@ -108,7 +109,7 @@ class _Grouped(Stage[GroupedRows]):
         ids = draw_ids(case, device)
         expert = local_expert(ids, case.first_expert, count)
         a, a_scale = operand(case, f"{self.name}/a", tokens, k, 1, device)
-        w = torch.full((count, n, k), E4M3.nan, dtype=torch.uint8, device=device)
+        w = torch.full((count, n, k), case.codes.nan, dtype=torch.uint8, device=device)
         shape = (count, -(-n // BLOCK), -(-k // BLOCK))
         w_scale = torch.full(shape, float("nan"), device=device)
         for index in hit(expert):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK, E4M3, ScaleFormat, f32_to_bf16
+from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.stages.gemm.aims import codes, nudged
 from moe_parity.references.stages.hazards import embed
@@ -32,14 +32,16 @@ def layer_inputs(case: Case, device: str = "cpu", *, spoil: bool = True) -> Laye
     """
     batch, experts = batch_of(case, device), experts_of(case, device)
     if spoil:
-        poison(batch, experts)
+        poison(batch, experts, case.codes.nan)
     return LayerInputs(batch=batch, experts=experts, asked=asked_of(case))
 
 
 def asked_of(case: Case) -> Asked:
     """Return what the case asks of the layer besides sizes."""
     alpha, beta = case.gate.alpha_beta
-    return Asked(scale=case.scale, mid=case.mid, limit=case.clamp, alpha=alpha, beta=beta)
+    return Asked(
+        scale=case.scale, mid=case.mid, form=case.codes, limit=case.clamp, alpha=alpha, beta=beta
+    )
 
 
 def batch_of(case: Case, device: str) -> Routed:
@@ -133,12 +135,12 @@ def _scales(
     return out
 
 
-def poison(batch: Routed, experts: Experts) -> None:
+def poison(batch: Routed, experts: Experts, nan: int) -> None:
     """Fill every expert that no pair takes with NaN codes and scales."""
     local = local_expert(batch.ids, experts.first, experts.count)
     untouched = torch.ones(experts.count, dtype=torch.bool, device=local.device)
     untouched[local[local >= 0]] = False
-    experts.w13[untouched] = E4M3.nan
-    experts.w2[untouched] = E4M3.nan
+    experts.w13[untouched] = nan
+    experts.w2[untouched] = nan
     experts.w13_scale[untouched] = float("nan")
     experts.w2_scale[untouched] = float("nan")

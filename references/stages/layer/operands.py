@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import ScaleFormat
+from moe_parity.references.arithmetic.formats import E4M3, CodeFormat, ScaleFormat
 from moe_parity.references.stages.routing import local_expert
 
 
@@ -56,6 +56,8 @@ class Asked:
     """The format of the first quantization's scales."""
     mid: ScaleFormat = ScaleFormat.FP32
     """That of the second one."""
+    form: CodeFormat = E4M3
+    """The format of all codes."""
     limit: float | None = None
     alpha: float = 1.0
     beta: float = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import BLOCK, E4M3, f32_to_bf16, to_f32
+from moe_parity.references.arithmetic.formats import BLOCK, f32_to_bf16, to_f32
 from moe_parity.references.language.recipe import Recipe
 from moe_parity.references.stages.combine import CombineRecipe, combine, weighted
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
@@ -31,7 +31,8 @@ def layer(inputs: LayerInputs, recipe: Recipe) -> Trace:
     def kept(rows: Tensor) -> Tensor:
         return torch.where(owned, rows, torch.zeros_like(rows))
 
-    act = act_quant(batch.x, recipe.of("act_quant", QuantRecipe), scale=asked.scale)
+    start = recipe.of("act_quant", QuantRecipe)
+    act = act_quant(batch.x, start, scale=asked.scale, form=asked.form)
     rows = grouped(
         act.codes.repeat_interleave(k, 0), act.scales.repeat_interleave(k, 0), experts.w13,
         experts.w13_scale, expert, gemm,
@@ -39,7 +40,8 @@ def layer(inputs: LayerInputs, recipe: Recipe) -> Trace:
     first = kept(biased(rows, experts.bias13, expert, gemm))
     how = recipe.of("swiglu", SwigluRecipe)
     y = swiglu(first, how, limit=asked.limit, alpha=asked.alpha, beta=asked.beta)
-    mid = act_quant(y, recipe.of("swiglu_quant", QuantRecipe), scale=asked.mid)
+    last = recipe.of("swiglu_quant", QuantRecipe)
+    mid = act_quant(y, last, scale=asked.mid, form=asked.form)
     codes, scales = kept(mid.codes), kept(mid.scales)
     rows = grouped(codes, scales, experts.w2, experts.w2_scale, expert, gemm)
     weights = None if batch.weights is None else batch.weights.flatten()
@@ -70,8 +72,10 @@ def layer_float64(
     out = torch.zeros_like(x)
     for index in hit(expert):
         token, slot = (expert == index).nonzero(as_tuple=True)
-        w13 = _dequantized(experts.w13[index], experts.w13_scale[index])
-        w2 = _dequantized(experts.w2[index], experts.w2_scale[index])
+        w13, w2 = (
+            asked.form.dequantized(codes[index], scales[index], BLOCK, BLOCK)
+            for codes, scales in ((experts.w13, experts.w13_scale), (experts.w2, experts.w2_scale))
+        )
         gate, up = step(x[token] @ w13.t()).chunk(2, dim=1)
         if asked.limit is not None:
             gate, up = gate.clamp(max=asked.limit), up.clamp(-asked.limit, asked.limit)
@@ -81,8 +85,3 @@ def layer_float64(
             rows = rows * batch.weights[token, slot, None].double()
         out.index_add_(0, token, rows)
     return out
-
-
-def _dequantized(codes: Tensor, scales: Tensor) -> Tensor:
-    wide = scales.double().repeat_interleave(BLOCK, 0)[: codes.shape[0]]
-    return E4M3.decode(codes).double() * wide.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]

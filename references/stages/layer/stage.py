@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, ScaleLayout
+from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Inner, Kind, Output, Outputs, Reads, Stage, Subset
@@ -29,7 +29,6 @@ from moe_parity.references.stages.swiglu.stage import SWIGLU_QUANT, GateUpRows
 MEASURED_BELOW = 1 << 24
 """Multiply-adds of one GEMM up to which a relative error is worth its float64 layer."""
 
-FP32_SCALES = frozenset({ScaleFormat.FP32, ScaleFormat.UE8M0})
 """What GEMMs on Hopper read."""
 
 
@@ -40,8 +39,8 @@ class Layer(Stage[LayerInputs]):
     reads: ClassVar[Reads] = {
         **dict.fromkeys(("m", "e", "k", "h", "i", "clamp", "gate", "ep_rank", "ep_size")),
         **dict.fromkeys(("routing", "hazard")),
-        "scale": FP32_SCALES,
-        "mid_scale": FP32_SCALES,
+        "scale": WHOLE_SCALES,
+        "mid_scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED}),
     }
     acting: ClassVar[Acting] = {
@@ -82,10 +81,10 @@ class Layer(Stage[LayerInputs]):
 
         asked = inputs.asked
         return {
-            "act_codes": code_output(tokens, hidden, "token"),
+            "act_codes": code_output(tokens, hidden, asked.form, "token"),
             "act_scales": scales(tokens, hidden, asked.scale, "token"),
             "fc1": rows(pairs, 2 * width, torch.bfloat16, "pair"),
-            "mid_codes": code_output(pairs, width, "pair"),
+            "mid_codes": code_output(pairs, width, asked.form, "pair"),
             "mid_scales": scales(pairs, width, asked.mid, "pair"),
             "fc2": rows(pairs, hidden, torch.bfloat16, "pair"),
             "out": rows(tokens, hidden, asked.dtype, "token"),

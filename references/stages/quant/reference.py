@@ -17,6 +17,7 @@ from moe_parity.references.arithmetic.formats import (
     BLOCK,
     E4M3,
     F32_NAN_BITS,
+    CodeFormat,
     ScaleFormat,
     from_bits,
     round_bf16,
@@ -63,11 +64,15 @@ _SCALE_FLOORS = {
     Floor.SCALE_FUSED: 1.0 / (E4M3.largest * 512.0),
     Floor.SCALE_MIN_NORMAL: 2.0**-126,
 }
-_NAN_CODES = {NanElement.KEEP: E4M3.nan, NanElement.LOW: 0xFE, NanElement.HIGH: 0x7E}
 
 
 def act_quant(
-    x: Tensor, recipe: QuantRecipe, *, group: int = BLOCK, scale: ScaleFormat = ScaleFormat.FP32
+    x: Tensor,
+    recipe: QuantRecipe,
+    *,
+    group: int = BLOCK,
+    scale: ScaleFormat = ScaleFormat.FP32,
+    form: CodeFormat = E4M3,
 ) -> QuantOutput:
     """Quantize ``x`` [M, K] (bf16, fp16 or fp32) in groups of 1 x ``group``.
 
@@ -78,13 +83,18 @@ def act_quant(
     if columns % group:
         raise ParityError(f"K = {columns} is not a multiple of the group, {group}.")
     codes, scales = quantize(
-        to_f32(x).reshape(-1, group), recipe, power_of_two=scale.is_power_of_two
+        to_f32(x).reshape(-1, group), recipe, power_of_two=scale.is_power_of_two, form=form
     )
     return QuantOutput(codes=codes.view(rows, columns), scales=scales.view(rows, columns // group))
 
 
 def weight_quant(
-    w: Tensor, recipe: QuantRecipe, *, block: int = BLOCK, scale: ScaleFormat = ScaleFormat.FP32
+    w: Tensor,
+    recipe: QuantRecipe,
+    *,
+    block: int = BLOCK,
+    scale: ScaleFormat = ScaleFormat.FP32,
+    form: CodeFormat = E4M3,
 ) -> QuantOutput:
     """Quantize ``w`` [N, K] (bf16, fp16 or fp32) in ``block`` x ``block`` tiles.
 
@@ -97,7 +107,7 @@ def weight_quant(
         to_f32(w), (0, across * block - columns, 0, down * block - rows)
     )
     tiles = padded.view(down, block, across, block).transpose(1, 2).reshape(-1, block * block)
-    codes, scales = quantize(tiles, recipe, power_of_two=scale.is_power_of_two)
+    codes, scales = quantize(tiles, recipe, power_of_two=scale.is_power_of_two, form=form)
     codes = codes.view(down, across, block, block).transpose(1, 2)
     codes = codes.reshape(down * block, across * block)[:rows, :columns].contiguous()
     return QuantOutput(codes=codes, scales=scales.view(down, across))
@@ -117,21 +127,26 @@ def requantize_weight(
     )
 
 
-def quantize(groups: Tensor, recipe: QuantRecipe, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize(
+    groups: Tensor, recipe: QuantRecipe, *, power_of_two: bool, form: CodeFormat = E4M3
+) -> tuple[Tensor, Tensor]:
     """Quantize fp32 ``groups`` [G, L]; return codes uint8 [G, L] and scales fp32 [G]."""
     raw = _amax(groups, recipe.nan_amax)
     amax = _at_least(raw, _AMAX_FLOORS.get(recipe.floor))
-    scale = _scale(amax, recipe, power_of_two)
+    scale = _scale(amax, recipe, power_of_two, form.largest)
     one = f32(1.0, groups)
-    scaled = _apply(groups, amax[:, None], scale[:, None], recipe.apply, power_of_two)
+    how = recipe.apply
+    scaled = _apply(groups, amax[:, None], scale[:, None], how, power_of_two, form.largest)
     if recipe.zero_group is ZeroGroup.SCALE_ONE:
         zero = raw == 0
         scale = torch.where(zero, one, scale)
         scaled = torch.where(zero[:, None], groups, scaled)
-    code = E4M3.encode(scaled)
+    code = form.encode(scaled)
     if recipe.overflow is Overflow.NAN:
-        code = torch.where(scaled.abs() > E4M3.rounds_to_largest, _NAN_CODES[NanElement.KEEP], code)
-    code = torch.where(torch.isnan(scaled), _NAN_CODES[recipe.nan_element], code)
+        code = torch.where(scaled.abs() > form.rounds_to_largest, form.nan, code)
+    lowest = form.top | (form.magnitude + 1)
+    ends = {NanElement.KEEP: form.nan, NanElement.LOW: lowest, NanElement.HIGH: form.top}
+    code = torch.where(torch.isnan(scaled), ends[recipe.nan_element], code)
     return code.to(torch.uint8), scale
 
 
@@ -153,9 +168,9 @@ def _at_least(x: Tensor, floor: float | None) -> Tensor:
     return torch.where(x < bound, bound, x)
 
 
-def _scale(amax: Tensor, recipe: QuantRecipe, power_of_two: bool) -> Tensor:
+def _scale(amax: Tensor, recipe: QuantRecipe, power_of_two: bool, largest: float) -> Tensor:
     """Return the stored scale of groups whose floored maximum is ``amax`` [G]."""
-    top, one, form = f32(E4M3.largest, amax), f32(1.0, amax), recipe.scale_form
+    top, one, form = f32(largest, amax), f32(1.0, amax), recipe.scale_form
     if form is ScaleForm.MUL_RECIP_448:
         scale = mul_rn(amax, div_rn(one, top))
     elif form is ScaleForm.MUL_RECIP_448_BF16:
@@ -187,9 +202,11 @@ def _power_of_two(scale: Tensor, how: PowerOfTwo) -> Tensor:
     return from_bits(scale.view(torch.int32) & 0x7F800000)
 
 
-def _apply(x: Tensor, amax: Tensor, scale: Tensor, how: Apply, power_of_two: bool) -> Tensor:
-    """Return ``x`` [G, L] brought to the range of E4M3, before the cast."""
-    top, one = f32(E4M3.largest, x), f32(1.0, x)
+def _apply(
+    x: Tensor, amax: Tensor, scale: Tensor, how: Apply, power_of_two: bool, largest: float
+) -> Tensor:
+    """Return ``x`` [G, L] brought to the range of the codes, before the cast."""
+    top, one = f32(largest, x), f32(1.0, x)
     if how is Apply.DIVIDE:
         return div_rn(x, scale)
     if how is Apply.DIVIDE_FULL:

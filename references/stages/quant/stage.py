@@ -10,7 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import BLOCK, E4M3, ScaleFormat, ScaleLayout
+from moe_parity.references.arithmetic.formats import (
+    BLOCK,
+    WHOLE_SCALES,
+    CodeFormat,
+    ScaleFormat,
+    ScaleLayout,
+)
 from moe_parity.references.language.case import Case, InputDtype, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import (
@@ -50,11 +56,11 @@ def scale_output(
     )  # fmt: skip
 
 
-def code_output(rows: int, columns: int, row: str = "row") -> Output:
+def code_output(rows: int, columns: int, form: CodeFormat, row: str = "row") -> Output:
     """Return codes [rows, columns]."""
     return Output(
         kind=Kind.CODES, shape=(rows, columns), dtype=torch.uint8, axes=(row, "column"),
-        noun="codes",
+        noun="codes", codes=form,
     )  # fmt: skip
 
 
@@ -87,12 +93,14 @@ class ActQuant(Stage[QuantInputs]):
         """Codes [m, h] and scales [m, h / group]."""
         rows, columns = inputs.x.shape
         scales = scale_output(rows, columns // case.group, case.scale, case.layout, "token")
-        return {"codes": code_output(rows, columns, "token"), "scales": scales}
+        return {"codes": code_output(rows, columns, case.codes, "token"), "scales": scales}
 
     def reference(self, case: Case, inputs: QuantInputs, recipe: Recipe) -> dict[str, Tensor]:
         """Return codes and scales."""
         part = recipe.of(self.name, QuantRecipe)
-        out = reference.act_quant(inputs.x, part, group=case.group, scale=case.scale)
+        out = reference.act_quant(
+            inputs.x, part, group=case.group, scale=case.scale, form=case.codes
+        )
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
 
     def subsets(self, case: Case, inputs: QuantInputs) -> Iterator[Subset]:
@@ -107,8 +115,7 @@ class ActQuant(Stage[QuantInputs]):
         self, case: Case, inputs: QuantInputs, got: Outputs
     ) -> tuple[float | None, float | None]:
         """Return the L2 error of decode(q) * s against x, in float64."""
-        wide = got["scales"].double().repeat_interleave(case.group, 1)
-        return None, _error(case, inputs.x, got["codes"], wide)
+        return None, _error(case, inputs.x, got, 1, case.group)
 
 
 class WeightQuant(Stage[QuantInputs]):
@@ -117,7 +124,7 @@ class WeightQuant(Stage[QuantInputs]):
     name = "weight_quant"
     reads: ClassVar[Reads] = {
         **dict.fromkeys(("i", "h", "dtype", "values", "hazard", "pool")),
-        "scale": frozenset({ScaleFormat.FP32, ScaleFormat.UE8M0}),
+        "scale": WHOLE_SCALES,
     }
     acting: ClassVar[Acting] = {"weight_quant": None}
     sizes = ("i", "h")
@@ -145,12 +152,12 @@ class WeightQuant(Stage[QuantInputs]):
         rows, columns = inputs.x.shape
         tiles = -(-rows // BLOCK), -(-columns // BLOCK)
         scales = scale_output(*tiles, case.scale, ScaleLayout.ROW)
-        return {"codes": code_output(rows, columns), "scales": scales}
+        return {"codes": code_output(rows, columns, case.codes), "scales": scales}
 
     def reference(self, case: Case, inputs: QuantInputs, recipe: Recipe) -> dict[str, Tensor]:
         """Return codes and scales."""
         part = recipe.of(self.name, QuantRecipe)
-        out = reference.weight_quant(inputs.x, part, scale=case.scale)
+        out = reference.weight_quant(inputs.x, part, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": out.scales}
 
     def subsets(self, case: Case, inputs: QuantInputs) -> Iterator[Subset]:
@@ -166,17 +173,15 @@ class WeightQuant(Stage[QuantInputs]):
         self, case: Case, inputs: QuantInputs, got: Outputs
     ) -> tuple[float | None, float | None]:
         """Return the L2 error of decode(q) * s against the weight, in float64."""
-        rows, columns = inputs.x.shape
-        wide = got["scales"].double().repeat_interleave(BLOCK, 1)[:, :columns]
-        wide = wide.repeat_interleave(BLOCK, 0)[:rows]
-        return None, _error(case, inputs.x, got["codes"], wide)
+        return None, _error(case, inputs.x, got, BLOCK, BLOCK)
 
 
-def _error(case: Case, x: Tensor, codes: Tensor, wide: Tensor) -> float | None:
+def _error(case: Case, x: Tensor, got: Outputs, down: int, across: int) -> float | None:
     if case.values not in SPREAD or not x.numel():
         return None
     exact = x.double()
-    return float((E4M3.decode(codes).double() * wide - exact).norm() / exact.norm())
+    found = case.codes.dequantized(got["codes"], got["scales"], down, across)
+    return float((found - exact).norm() / exact.norm())
 
 
 ACT_QUANT = ActQuant()

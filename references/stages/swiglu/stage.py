@@ -174,13 +174,13 @@ class SwigluQuant(Swiglu):
         """Codes [P, I] and scales [P, I / group]."""
         rows, width = inputs.rows.shape[0], inputs.rows.shape[1] // 2
         scales = scale_output(rows, width // case.group, case.scale, case.layout)
-        return {"codes": code_output(rows, width), "scales": scales}
+        return {"codes": code_output(rows, width, case.codes), "scales": scales}
 
     def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return codes and scales."""
         part = recipe.of(self.name, QuantRecipe)
         y = activated(inputs, recipe)
-        out = act_quant(y, part, group=case.group, scale=case.scale)
+        out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
 
 
