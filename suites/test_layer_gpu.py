@@ -66,7 +66,7 @@ def batches(case: Case, device: str):
             kept, w13=kept.w13.clone(), w13_scale=kept.w13_scale.clone(), w2=kept.w2.clone(),
             w2_scale=kept.w2_scale.clone(),
         )  # fmt: skip
-        poison(batch, experts)
+        poison(batch, experts, case.codes.nan)
         yield sized, LayerInputs(batch=batch, experts=experts, asked=asked)
 
 

@@ -117,7 +117,7 @@ def test_references_refuse():
     with pytest.raises(TypeError, match="takes bfloat16, float16 or float32"):
         quant.act_quant(X.int(), QuantRecipe())
     with pytest.raises(ValueError, match=r"quant\.floor cannot be Apply\.DIVIDE; its options are"):
-        QuantRecipe(floor=Apply.DIVIDE)  # type: ignore[arg-type]
+        QuantRecipe(floor=Apply.DIVIDE)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_ids_are_refused(text: str, sentence: str):
 @pytest.mark.parametrize("wrong", [{"m": -1}, {"h": 0}, {"group": 0}, {"ep_rank": 1}])
 def test_cases_are_refused(wrong: dict[str, int]):
     with pytest.raises(ValueError, match="case: "):
-        Case(**wrong)  # type: ignore[arg-type]
+        Case(**wrong)
 
 
 @pytest.mark.parametrize(
