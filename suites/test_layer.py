@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moe_parity.harness.cases.grid import param, params, taken
+from moe_parity.harness.cases.grid import each, param, params, taken
 from moe_parity.harness.cases.shapes import ODD
 from moe_parity.harness.cases.strategies import layers
 from moe_parity.harness.checks.expect import Recorder, expect
@@ -96,7 +96,7 @@ def test_odd_shapes(kernel: Kernel, case: Case, parity_device: str, parity_recor
     expect(kernel, case, parity_device, parity_recorder)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", each(LAYER))
 @settings(max_examples=max(5, settings().max_examples // 2))
 @given(case=layers())
 def test_drawn(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):

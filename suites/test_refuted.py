@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from moe_parity.harness.cases.grid import each
 from moe_parity.harness.checks.expect import Recorder, needs, record
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.verdict import found
-from moe_parity.kernels import Kernel, all_kernels
+from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case, Check, InputDtype, Recipe, Values, decisions
 from moe_parity.references.stages import ACT_QUANT
 from moe_parity.references.stages.quant.decisions import Apply, Floor, QuantRecipe, ScaleForm
@@ -24,7 +25,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-@pytest.mark.parametrize("kernel", all_kernels(ACT_QUANT), ids=lambda k: k.name)  # fmt: skip
+@pytest.mark.parametrize("kernel", each(ACT_QUANT))
 def test_wrong_recipe_is_refuted(
     kernel: Kernel, field: str, parity_device: str, parity_recorder: Recorder
 ):
@@ -41,9 +42,9 @@ def test_wrong_recipe_is_refuted(
     verdict = next(check(impostor, case, parity_device))
     name = f"{decisions(part)[field].name}={option.value}"
     refuted = verdict.verdict == "fail" and name in verdict.decision.split(" or ")
-    fault = (
-        "" if refuted else f"{kernel.name} passes for {field}={claimed.value}: {verdict.message}"
-    )
+    fault = "" if refuted else f"{kernel.name} as {field}={claimed.value}: {verdict.message}"
+    if verdict.verdict == "pass":
+        fault = f"{kernel.name} passes for {field}={claimed.value}."
     outcome = found(
         "wrong_recipe_refuted", fault, recipe=true.name, compared=verdict.compared,
         could_show=verdict.differing, decision=name,

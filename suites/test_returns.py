@@ -38,7 +38,7 @@ def test_outputs_come_as_a_mapping_in_order_or_alone():
 
 def test_a_layer_that_returns_its_output_alone_is_judged_as_a_whole():
     """The neighbours are searched on the whole, and the part is named."""
-    label = "combine: combine.order=descending"
+    label = "combine.order=descending"
     recipe = dict(STAGES["layer"].neighbours(OURS))[label]
 
     def wrong(call: Call) -> Tensor:

@@ -32,6 +32,16 @@ def params(stages: Stage[Any] | Iterable[Stage[Any]], cases: Iterable[Case]) -> 
     return found
 
 
+def each(stage: Stage[Any]) -> list[ParameterSet]:
+    """Return a parameter for each kernel of a stage, for tests that choose their own cases."""
+    return [
+        pytest.param(
+            kernel, id=kernel.name, marks=pytest.mark.moe(kernel=kernel.name, stage=stage.name)
+        )
+        for kernel in all_kernels(stage)
+    ]
+
+
 def taken(kernel: Kernel, case: Case) -> bool:
     """Whether a kernel takes a case on some machine."""
     return any(kernel.declines(case, device) is None for device in ("cpu", "cuda"))

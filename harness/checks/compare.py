@@ -62,6 +62,7 @@ class Difference:
         far = self.farthest
         plural = "s" if unit == "step" and far != 1 else ""
         tail = "" if far is None else f" (at most {far} {unit}{plural})"
+        tail = " (signs of zero alone)" if far == 0 else tail
         return f"{self.wrong} of {self.of} {self.output.noun}{tail}"
 
 

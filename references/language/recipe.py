@@ -63,7 +63,7 @@ class Recipe:
     def neighbours(self, acting: Acting, *, several: bool = False) -> Iterator[tuple[str, Recipe]]:
         """Yield (label, recipe) for every single decision changed, of those that act.
 
-        The label is ``decision=option``; with ``several`` quantizers the part stands before it.
+        The label is ``decision=option``; with ``several`` quantizers their part stands before it.
         """
         for name, chosen in acting.items():
             if name not in self.parts:
@@ -71,7 +71,8 @@ class Recipe:
             for decision, option, part in neighbours(self.parts[name]):
                 if chosen is None or decision.name in chosen:
                     label = f"{decision.name}={option}"
-                    yield f"{name}: {label}" if several else label, self.with_parts(**{name: part})
+                    own = several and not label.startswith(f"{name}.")
+                    yield f"{name}: {label}" if own else label, self.with_parts(**{name: part})
 
     def changes(self, other: Recipe, acting: Acting) -> Iterator[tuple[str, Any, Any]]:
         """Yield (decision name, option here, option there) where two recipes differ."""
