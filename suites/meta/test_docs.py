@@ -36,6 +36,7 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 CODE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
+CHECK = ROOT / "docs/measurements/data/check-h200-2026-11-30.jsonl.xz"
 PRODUCTION = ROOT / "docs/measurements/data/production-h200-2026-11-29.jsonl.xz"
 
 
@@ -110,6 +111,23 @@ def production_measurements() -> str:
     return sums_of([r for r in map(json.loads, lines) if r["check"] in names])
 
 
+def check_measurements() -> str:
+    """Sum every check of the last whole run by stage and kernel."""
+    lines = lzma.decompress(CHECK.read_bytes()).decode().splitlines()
+    total: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for r in map(json.loads, lines[1:-1]):
+        if r["check"] != "test" and r["verdict"] != "skip" and r.get("device") == "cuda":
+            sums = {key: r.get(key) or 0 for key in ("compared", "differing", "could_show")}
+            key = r.get("stage", ""), r.get("kernel", "").partition("-")[0]
+            total[key].update({"records": 1, **sums})
+    rows = [
+        (stage, kernel, n["records"], n["compared"], n["differing"], n["could_show"] or "")
+        for (stage, kernel), n in sorted(total.items())
+    ]
+    head = "stage|kernel|records|outputs compared|differing|could have been red"
+    return table(head, rows)
+
+
 def sums_of(records: list[dict[str, object]]) -> str:
     """Sum records by kernel, check and recipe."""
     total: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
@@ -145,6 +163,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "words": word_table,
     "kernel_measurements": kernel_measurements,
     "model_measurements": model_measurements,
+    "check_measurements": check_measurements,
     "production_measurements": production_measurements,
 }
 

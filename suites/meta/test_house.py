@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 import moe_parity.references
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.session import environment
-from moe_parity.kernels import all_kernels, find
+from moe_parity.kernels import Call, all_kernels, find
+from moe_parity.references.arithmetic.formats import E4M3
 from moe_parity.references.chips import CHIPS, why_not_modelled
-from moe_parity.references.language import Case, Why
+from moe_parity.references.language import Case, Values, Why
+from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.quant.reference import act_quant
+from moe_parity.suites.planted import kernel_of, red, right
 
 ROOT = Path(moe_parity.references.__path__[0]).parent
 FOLDERS = ("references", "kernels", "reports", "harness", "suites")
@@ -99,6 +106,27 @@ def test_a_stage_owns_what_it_says(stage):
         stage.check(part.case)
     assert stage.cost(case) > 0
     assert all(hasattr(Case(), size) for size in stage.sizes)
+
+
+def test_a_code_format_is_one_object(monkeypatch: pytest.MonkeyPatch):
+    """References, checks and sentences of the quantizers ask the case for it."""
+    low = dataclasses.replace(
+        E4M3, name="e4m3_240", largest=240.0, rounds_to_largest=248.0, top=0x77,
+        encode=lambda x: E4M3.encode(x.clamp(-240.0, 240.0)),
+    )  # fmt: skip
+    monkeypatch.setattr(Case, "codes", property(lambda case: low))
+    case = Case(m=24, h=512, values=Values.AIMED)
+    kernel = kernel_of("act_quant", right)
+    assert not red(kernel, case)
+    made = kernel.stage.reference(case, kernel.stage.inputs(case), OURS)
+    finite = made["codes"][~low.is_nan(made["codes"])]
+    assert int((finite & 0x7F).max()) == 0x77
+
+    def other(call: Call) -> dict[str, Tensor]:
+        x, part = call.inputs.x, OURS.of("act_quant", QuantRecipe)
+        return vars(act_quant(x, part, group=call.case.group, form=E4M3))
+
+    assert "expected 0x" in red(kernel_of("act_quant", other), case)["exact"]
 
 
 # --- chips ---------------------------------------------------------------------------------------
