@@ -144,7 +144,7 @@ def test_a_fault_turns_its_check_red(
     dead = words in message
     claim(
         parity_recorder, "fault_seen", "" if dead else f"{name} of {stage} is not red: {found}",
-        stage=stage, kernel=fault.__name__, device="cpu", compared=1, could_show=int(dead),
+        stage=stage, nearest_mutant=fault.__name__, device="cpu", compared=1, could_show=int(dead),
     )  # fmt: skip
 
 

@@ -23,8 +23,9 @@ BASE = Case(e=5, i=512, values=Values.AIMED)
 
 def whole_pool(case: Case) -> int:
     """Return the rows that hold the pool once, whole tiles of 128; a part of it on a CPU."""
-    groups = pool(case).shape[0] // (1 if environment.gpu() else 16)
-    rows = -(-groups * BLOCK // case.i)
+    if not environment.gpu():
+        return 64
+    rows = -(-pool(case).shape[0] * BLOCK // case.i)
     return -(-rows // 128) * 128
 
 
