@@ -11,7 +11,7 @@ PLAIN = Recipe(name="plain_sum", source="products and sums apart", parts={"combi
 
 
 @register("torch_combine", stage="combine", recipes=PLAIN)
-def torch_combine(call):  # noqa: D103
+def torch_combine(call):
     given, out = call.inputs, call.new("out")
     rows, owned = given.rows.float(), (given.expert >= 0).view(given.ids.shape)
     if given.weights is not None:

@@ -11,7 +11,7 @@ PLAIN = Recipe(name="plain_fc1", source="float64 dots of 128", parts={"gemm": GE
 
 
 @register("torch_fc1", stage="fc1", recipes=PLAIN)
-def torch_fc1(call):  # noqa: D103
+def torch_fc1(call):
     given, rows = call.inputs, call.new("rows")
     for expert in given.expert[given.expert >= 0].unique().tolist():
         pairs = (given.expert == expert).nonzero()[:, 0]

@@ -51,7 +51,7 @@ def _swiglu(gate, up, limit, alpha, beta):
 
 
 @register("torch_layer", stage="layer", recipes=PLAIN)
-def torch_layer(call):  # noqa: D103
+def torch_layer(call):
     batch, experts, asked = call.inputs.batch, call.inputs.experts, call.inputs.asked
     codes, scales = _quantize(batch.x, asked.scale)
     owner = call.inputs.expert.view(batch.ids.shape)

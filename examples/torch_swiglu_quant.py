@@ -14,7 +14,7 @@ PLAIN = Recipe(name="plain_swiglu", source="SiLU by CUDA's expf, DeepGEMM's quan
 
 @register("torch_swiglu_quant", stage="swiglu_quant", recipes=PLAIN,
           supports=lambda case, device: None if case.scale == "fp32" else "fp32 only.")  # fmt: skip
-def torch_swiglu_quant(call):  # noqa: D103
+def torch_swiglu_quant(call):
     given, codes, scales = call.inputs, call.new("codes"), call.new("scales")
     gate, up = given.rows.float().chunk(2, 1)
     if given.limit is not None:
