@@ -15,6 +15,10 @@ from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Stage
 
 
+class BadCall(ParityError):  # noqa: N818
+    """A kernel asked for memory in a way that its stage does not know; never a refusal of input."""
+
+
 class Allocator(Protocol):
     """Makes output tensors; the harness's one fills them and their surroundings with poison."""
 
@@ -48,7 +52,7 @@ class Call:
         """Return memory for an output: poison that a kernel has to overwrite.
 
         By name alone it is one of the stage's outputs in the case's format and layout.  With a
-        shape it is whatever a kernel needs, row-major unless it says otherwise; raises ParityError
+        shape it is whatever a kernel needs, row-major unless it says otherwise; raises BadCall
         where the name is not the stage's and the dtype is missing.
         """
         outputs = self.stage.outputs(self.case, self.inputs)
@@ -56,11 +60,11 @@ class Call:
         if shape is None:
             if known is None:
                 names = ", ".join(outputs)
-                raise ParityError(f"{self.stage} has no output {name!r}; it has {names}.")
+                raise BadCall(f"{self.stage} has no output {name!r}; it has {names}.")
             shape, strides = known.shape, strides or known.strides
         dtype = dtype or (known.dtype if known else None)
         if dtype is None:
-            raise ParityError(f"call.new({name!r}, {shape}): say the dtype, {name} is not known.")
+            raise BadCall(f"call.new({name!r}, {shape}): say the dtype, {name} is not known.")
         return self.allocate(name, shape, strides or row_major_strides(shape), dtype)
 
 

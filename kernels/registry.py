@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,10 @@ class Kernel:
             return Skip(Why.UNSUPPORTED, f"{refusal}.")
         if self.needs_gpu and device != "cuda":
             return Skip(Why.NEEDS_GPU, "it needs a GPU.")
-        return self.supports(case, device)
+        try:
+            return self.supports(case, device)
+        except Exception:
+            return None  # the checks say it, with the kernel's own line
 
     def why_not(self, case: Case, device: str) -> Skip | None:
         """Return None where the kernel runs the case here on the device, else the reason."""
@@ -91,17 +95,38 @@ class Kernel:
         return any(recipe.on_chip(self.stage.acting) for recipe in recipes)
 
 
-def _reason(ask: Callable[..., Skip | str | None], why: Why) -> Callable[..., Skip | None]:
+def _unavailable(ask: Available) -> Callable[[], Skip | None]:
     """Return ``ask`` with a sentence made a reason, and an exception of its own too."""
 
-    def safe(*args: Any) -> Skip | None:
+    def safe() -> Skip | None:
         try:
-            return Skip.of(ask(*args), why)
+            return Skip.of(ask(), Why.ABSENT)
         except Exception as error:
             text = f"asking it raised {type(error).__name__}: {error}".splitlines()[0]
-            return Skip(why, text)
+            return Skip(Why.ABSENT, text)
 
     return safe
+
+
+def _follows(name: str, stage: Stage[Any], recipes: RecipesOf) -> RecipesOf:
+    """Return ``recipes`` with its answer checked; it raises ParityError for no recipes at all."""
+
+    def checked(case: Case, device: str) -> tuple[Recipe, ...]:
+        found = recipes(case, device)
+        several = isinstance(found, tuple | list) and found
+        if not several or not all(isinstance(recipe, Recipe) for recipe in found):
+            raise ParityError(
+                f"kernel {name}: its function of recipes returned {found!r} for {case.id}, "
+                "expected a tuple of recipes, at least one."
+            )
+        for recipe in found:
+            if not stage.described_by(recipe):
+                raise ParityError(
+                    f"kernel {name}: recipe {recipe.name} says nothing about {stage}."
+                )
+        return tuple(found)
+
+    return checked
 
 
 _KERNELS: dict[str, Kernel] = {}
@@ -132,10 +157,20 @@ def register(
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
         raise ParityError(f"kernel name {name!r}: use lower-case letters, digits and _.")
     owner = stage_named(stage) if isinstance(stage, str) else stage
-    chosen = recipes if callable(recipes) else _fixed(name, owner, recipes)
+    if not isinstance(owner, Stage):
+        raise ParityError(f"kernel {name}: stage must be a stage or its name, got {stage!r}.")
+    if contract is not None and not isinstance(contract, Contract):
+        raise ParityError(f"kernel {name}: contract must be a Contract, got {contract!r}.")
+    for word, ask in (("supports", supports), ("unavailable", unavailable)):
+        if ask is not None and not callable(ask):
+            raise ParityError(f"kernel {name}: {word} must be a function, got {ask!r}.")
+    if callable(recipes) and not isinstance(recipes, type):
+        chosen = _follows(name, owner, recipes)
+    else:
+        chosen = _fixed(name, owner, recipes)
 
     def decorate(run: Run) -> Run:
-        code = getattr(run, "__code__", None)
+        code = getattr(inspect.unwrap(run), "__code__", None)
         if code is None:
             raise ParityError(f"kernel {name}: register a function, not {type(run).__name__}.")
         source = Path(code.co_filename)
@@ -147,8 +182,8 @@ def register(
             stage=owner,
             run=run,
             recipes=chosen,
-            supports=_reason(supports or (lambda case, device: None), Why.UNSUPPORTED),
-            unavailable=_reason(unavailable or (lambda: None), Why.ABSENT),
+            supports=lambda case, device: Skip.of(supports(case, device) if supports else None),
+            unavailable=_unavailable(unavailable or (lambda: None)),
             contract=contract or Contract(),
             source=source,
             triton=triton,

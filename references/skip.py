@@ -35,4 +35,8 @@ class Skip:
     @classmethod
     def of(cls, answer: Skip | str | None, why: Why = Why.UNSUPPORTED) -> Skip | None:
         """Return an answer as a reason; a bare sentence is of the kind ``why``."""
-        return cls(why, answer) if isinstance(answer, str) else answer
+        if answer is None or isinstance(answer, Skip):
+            return answer
+        if not isinstance(answer, str) or not answer:
+            raise TypeError(f"a reason is a sentence, or None for none; got {answer!r}.")
+        return cls(why, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from moe_parity.harness.checks.flow import check
 from moe_parity.kernels import Call, Fate, Produced, registry
-from moe_parity.references.language import Case, Values
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, Hazard, Values
 from moe_parity.references.recipes.deepgemm import DEEPGEMM_GEMM
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
@@ -166,3 +168,106 @@ def test_a_recipe_that_cannot_be_made_is_one_sentence():
     kernel = registry._KERNELS.pop("faulty")
     message = red(kernel, CASES["fc1"])["exact"]
     assert "KeyError: 'no recipe for fp32 on cpu' (test_returns.py, line" in message
+
+
+# --- what a kernel may do besides ---------------------------------------------------------------
+
+
+def test_memory_of_its_own_is_compared_as_it_was():
+    """Other bits from a second call into it are seen, and a row called alone spoils nothing."""
+    kept: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    calls = []
+
+    def right_once(call: Call) -> dict[str, Tensor]:
+        calls.append(1)
+        made = call.stage.reference(call.case, call.inputs, OURS)
+        for name, value in made.items():
+            mine = kept.setdefault((name, tuple(value.shape)), torch.empty_like(value))
+            mine.copy_(value if len(calls) == 1 else torch.zeros_like(value))
+        return {name: kept[name, tuple(value.shape)] for name, value in made.items()}
+
+    assert "gives other bits" in red(kernel_of("combine", right_once), CASES["combine"])["rerun"]
+    pool = torch.empty(64, 256, dtype=torch.bfloat16)
+
+    def slice_of_a_pool(call: Call) -> Tensor:
+        made = call.stage.reference(call.case, call.inputs, OURS)["out"]
+        return pool[: made.shape[0]].copy_(made)
+
+    assert not red(kernel_of("combine", slice_of_a_pool), CASES["combine"])
+
+
+def test_what_is_done_to_the_tensors_of_the_call_no_judge_sees():
+    def disowns(call: Call) -> Tensor:
+        call.inputs.expert.data = torch.full_like(call.inputs.expert, -1)
+        return call.new("rows")
+
+    found = red(kernel_of("fc1", disowns), CASES["fc1"])
+    assert "differs from recipe" in found["exact"]
+    assert "unwritten, which is live" in found["write_set"]
+
+
+def _registered(**options: Any) -> Any:
+    registry.register("faulty", **{"stage": "combine", "recipes": OURS} | options)(right)
+    return registry._KERNELS.pop("faulty")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"supports": lambda case, device: case.nope}, "AttributeError: 'Case' object has no"),
+        (
+            {"supports": lambda case, device: True},
+            "a reason is a sentence, or None for none",
+        ),
+        ({"recipes": lambda case, device: ()}, "its function of recipes returned () for fp32"),
+        ({"recipes": lambda case, device: OURS}, "expected a tuple of recipes, at least one"),
+        ({"recipes": lambda case, device: (DEEPGEMM_GEMM,)}, "says nothing about combine"),
+    ],
+)
+def test_a_function_that_answers_wrongly_is_red(options: dict[str, Any], words: str):
+    """It drops no case in silence."""
+    kernel = _registered(**options)
+    assert kernel.declines(CASES["combine"], "cpu") is None
+    assert words in red(kernel, CASES["combine"])["exact"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 42}, "stage must be a stage or its name, got 42"),
+        ({"contract": "exact"}, "contract must be a Contract, got 'exact'"),
+        ({"supports": "fp32 only."}, "supports must be a function, got 'fp32 only.'"),
+    ],
+)
+def test_a_wrong_argument_is_refused(options: dict[str, Any], words: str):
+    with pytest.raises(ParityError, match=re.escape(words)):
+        _registered(**options)
+
+
+def test_a_name_that_the_stage_does_not_have_is_no_refusal_of_input():
+    kernel = kernel_of("combine", lambda call: call.new("ouput"))
+    case = dataclasses.replace(CASES["combine"], hazard=Hazard.STRIDED)
+    assert "combine has no output 'ouput'" in red(kernel, case)["exact"]
+
+
+def test_an_exit_is_red():
+    def leaves(call: Call) -> Tensor:
+        raise SystemExit(0)
+
+    assert "SystemExit" in red(kernel_of("combine", leaves), CASES["combine"])["exact"]
+
+
+def test_longer_memory_without_fates_and_a_counter_are_free():
+    def padded(call: Call) -> Tensor:
+        made = call.stage.reference(call.case, call.inputs, OURS)["rows"]
+        call.new("counter", (), dtype=torch.int32).zero_()
+        rows = call.new("rows", (made.shape[0] + 16, made.shape[1]))
+        rows[: made.shape[0]] = made
+        return rows[: made.shape[0]]
+
+    assert not red(kernel_of("fc1", padded), CASES["fc1"])
+
+
+def test_the_source_is_the_users_file_under_other_decorators():
+    kernel = kernel_of("combine", torch.no_grad()(lambda call: right(call)))
+    assert kernel.source.name == "test_returns.py"

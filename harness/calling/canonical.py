@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.kernels.call import Call, Produced
-from moe_parity.references.arithmetic.formats import ue8m0_decode, unpack_ue8m0
+from moe_parity.references.arithmetic.formats import row_major, ue8m0_decode, unpack_ue8m0
 from moe_parity.references.language.stage import Kind, Output
 
 
@@ -74,7 +74,8 @@ def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
                 f"{name} returned {own} with strides {tuple(tensor.stride())}, expected "
                 f"{wanted.strides}, the layout that the case asks for."
             )
-    return _unpacked(name, tensor, wanted) if packed else tensor.contiguous()
+    # A copy: the memory may be the kernel's own, and change with its next call.
+    return _unpacked(name, tensor, wanted) if packed else row_major(tensor)
 
 
 def _unpacked(name: str, words: Tensor, wanted: Output) -> Tensor:

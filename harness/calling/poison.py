@@ -63,7 +63,7 @@ class PoisonedAllocator:
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
         extent = max(extent, 0) if all(shape) else 0
         # A layout with a longer row owns the padding after its last row as well.
-        pad = -extent % max(strides) if extent else 0
+        pad = -extent % max(strides, default=1) if extent else 0
         count = GUARD + -(-(extent + pad) * size // 16) * 16 + GUARD
         storage = torch.full((count,), self.poison, dtype=torch.uint8, device=self.device)
         view = storage.view(dtype).as_strided(shape, strides, GUARD // size)

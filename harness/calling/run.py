@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +39,7 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     device = handed[0].device
     kept = _Kept(handed)
     new = PoisonedAllocator(device=str(device), poison=poison)
-    call = Call(case=case, stage=kernel.stage, inputs=inputs, allocate=new)
+    call = Call(case=case, stage=kernel.stage, inputs=_aliased(inputs), allocate=new)
     try:
         with poisoned_empty():
             returned = kernel.run(call)
@@ -50,6 +51,17 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
         outputs=canonical(kernel.name, call, returned), memory=new.outputs,
         fates=returned.fates if isinstance(returned, Produced) else {}, input_kept=input_kept,
     )  # fmt: skip
+
+
+def _aliased(inputs: Any) -> Any:
+    """Return the same memory in tensors of its own: what a kernel does to these, no judge sees."""
+    fields = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    made = {
+        name: _aliased(value) if dataclasses.is_dataclass(value) else value.detach()
+        for name, value in fields.items()
+        if isinstance(value, Tensor) or dataclasses.is_dataclass(value)
+    }
+    return dataclasses.replace(inputs, **made)
 
 
 class _Kept:

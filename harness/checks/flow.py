@@ -21,9 +21,13 @@ from moe_parity.harness.checks.exact import Judged, exact
 from moe_parity.harness.checks.memory import write_fault
 from moe_parity.harness.checks.verdict import Verdict, found
 from moe_parity.kernels import Kernel
+from moe_parity.kernels.call import BadCall
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Hazard, Recipe
 from moe_parity.references.language.stage import Kind, Subset
+
+BROKEN = (Exception, SystemExit)
+"""What a kernel raises to be red; an interrupt and pytest's own outcomes pass through."""
 
 
 def check(
@@ -37,14 +41,16 @@ def check(
     """
     made = kernel.stage.inputs(case, device) if inputs is None else inputs
     try:
+        kernel.supports(case, device)
         kernel.recipes(case, device)
-    except Exception as error:
+    except BROKEN as error:
         yield raised(kernel, case, error)
         return
     try:
         ran = run(kernel, case, made)
-    except Exception as error:
-        if isinstance(error, ParityError) and case.hazard is not Hazard.NONE:
+    except BROKEN as error:
+        refusal = isinstance(error, ParityError) and not isinstance(error, BadCall)
+        if refusal and case.hazard is not Hazard.NONE:
             reason = f"refused: {first_line(error)}"
             yield Verdict(check=Check.EXACT, verdict="skip", reason=reason)
         else:
@@ -59,7 +65,7 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
-def raised(kernel: Kernel, case: Case, error: Exception, name: str = Check.EXACT) -> Verdict:
+def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.EXACT) -> Verdict:
     """Return the red verdict of a kernel that raised, with the kernel's own line."""
     text, place = first_line(error), ""
     if not isinstance(error, BadOutput):
@@ -117,7 +123,7 @@ def _others(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> I
             # On other memory; on the virtual GPU also in another order of programs.
             with other_order(kernel, case, device):
                 again = run(kernel, case, inputs, poison=POISONS[1])
-        except Exception as error:
+        except BROKEN as error:
             yield raised(kernel, case, error, Check.RERUN)
         else:
             if Check.WRITE_SET in checks:
@@ -197,7 +203,7 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
             break
         try:
             alone = run(kernel, part.case, part.inputs)
-        except Exception as error:
+        except BROKEN as error:
             return raised(kernel, part.case, error, Check.ROW_SUBSET)
         total, bad, fault = _against_whole(kernel, part, alone, ran)
         compared, wrong, text = compared + total, wrong + bad, text or fault
@@ -208,7 +214,7 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
 
 
 def _not_comparable(kernel: Kernel, case: Case, part: Case, device: str) -> str:
-    refusal = kernel.supports(part, device)
+    refusal = kernel.declines(part, device)
     if refusal is not None:
         return f"the kernel does not take the rows alone: {refusal}"
     if kernel.recipes(part, device) != kernel.recipes(case, device):
