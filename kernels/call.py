@@ -15,7 +15,7 @@ from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Stage
 
 
-class BadCall(ParityError):  # noqa: N818
+class BadCall(ParityError):
     """A kernel asked for memory in a way that its stage does not know; never a refusal of input."""
 
 
@@ -105,17 +105,3 @@ def demand_contiguous(tensor: Tensor, who: str) -> Tensor:
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
-
-
-def plain_allocator(device: str | torch.device) -> Allocator:
-    """Return an allocator of uninitialised tensors, for users who call a kernel themselves."""
-
-    def new(
-        name: str,  # noqa: ARG001
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    return new

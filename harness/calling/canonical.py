@@ -12,7 +12,7 @@ from moe_parity.references.arithmetic.formats import row_major, ue8m0_decode, un
 from moe_parity.references.language.stage import Kind, Output
 
 
-class BadOutput(Exception):  # noqa: N818
+class BadOutput(Exception):
     """A kernel returned something that its stage does not have; the text is a sentence."""
 
 

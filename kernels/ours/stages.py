@@ -50,7 +50,7 @@ def _ours(
 # --- quantizers ---------------------------------------------------------------------------------
 
 
-def _activations(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _activations(case: Case, device: str) -> str | None:
     if case.group not in (64, 128):
         return f"the group must be 64 or 128, not {case.group}."
     if case.h % case.group:
@@ -116,7 +116,7 @@ def ours_align_large(call: Call) -> Produced:
 # --- GEMMs --------------------------------------------------------------------------------------
 
 
-def _whole_blocks(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _whole_blocks(case: Case, device: str) -> str | None:
     if case.h % 128 or case.i % 128:
         return f"H = {case.h} and I = {case.i} must be multiples of 128."
     return None
@@ -165,7 +165,7 @@ def _how(call: Call, clamp: str, tensor: bool) -> Any:
     )  # fmt: skip
 
 
-def _quantized_rows(case: Case, device: str) -> str | None:  # noqa: ARG001
+def _quantized_rows(case: Case, device: str) -> str | None:
     if case.group != 128 or case.i % 128:
         return f"I = {case.i} must be a multiple of the group, 128."
     if case.scale.is_packed or case.layout is not ScaleLayout.ROW:

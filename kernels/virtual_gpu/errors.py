@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-class UnmodelledOperation(Exception):  # noqa: N818 - the name is the statement
+class UnmodelledOperation(Exception):
     """An operation that has no exact model of the H200: the launch stops rather than guess."""
 
 
-class OutOfBounds(Exception):  # noqa: N818
+class OutOfBounds(Exception):
     """An unmasked lane read or wrote outside the tensors handed to the kernel."""
