@@ -12,6 +12,7 @@ which beats the ini setting:
 | --parity-require-gpu  |                   | parity_require_gpu | off     |
 | --parity-kernel       |                   | parity_kernel      | all     |
 | --parity-seed         | MOE_PARITY_SEED   | parity_seed        | none: new cases every time |
+| --parity-timeout      |                   | parity_timeout     | 120 s on a CPU, 300 on a GPU |
 | --hypothesis-profile  | MOE_PARITY_PROFILE|                    | dev; ci under CI |
 
 Fixtures, all of them for the session: `parity_recorder`, `parity_device`, `parity_seed`,
@@ -20,6 +21,7 @@ Fixtures, all of them for the session: `parity_recorder`, `parity_device`, `pari
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,9 @@ from moe_parity.harness.session import environment
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
 from moe_parity.harness.session.recorder import Recorder
+from moe_parity.harness.session.selection import known_words, only
 from moe_parity.harness.session.skips import NO_GPU, skip_test
+from moe_parity.harness.session.watch import ON_CPU, ON_GPU, Overrun, Watch
 from moe_parity.references.chips import why_not_modelled
 from moe_parity.references.errors import ParityError
 
@@ -51,6 +55,7 @@ class Options:
     require_gpu: bool
     kernels: tuple[str, ...]
     seed: int | None
+    timeout: float
 
 
 OPTIONS = pytest.StashKey[Options]()
@@ -92,6 +97,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
     )
     add("seed", "int", "base seed of inputs and drawn cases", metavar="N", default=None)
+    add(
+        "timeout",
+        "string",
+        f"seconds that one case may take, 0 for any (default: {ON_CPU:g} on a CPU, {ON_GPU:g} on a "
+        "GPU)",
+        metavar="S",
+        default=None,
+    )
 
 
 def _resolve(config: pytest.Config) -> Options:
@@ -110,14 +123,28 @@ def _resolve(config: pytest.Config) -> Options:
         seed = None if seed is None else int(seed)
     except ValueError:
         raise ParityError(f"the seed is {seed!r}, expected a whole number.") from None
+    device = choose_device(value("device", "MOE_PARITY_DEVICE") or "auto", require_gpu)
     return Options(
         out=(config.invocation_params.dir / out).resolve() if out else None,
         report=report,
-        device=choose_device(value("device", "MOE_PARITY_DEVICE") or "auto", require_gpu),
+        device=device,
         require_gpu=require_gpu,
         kernels=tuple(value("kernel") or ()),
         seed=seed,
+        timeout=_seconds(value("timeout"), ON_CPU if device == "cpu" else ON_GPU),
     )
+
+
+def _seconds(given: object, default: float) -> float:
+    try:
+        seconds = default if given is None else float(str(given))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ParityError(
+            f"the timeout is {given!r}, expected seconds for a case, or 0 for no limit."
+        )
+    return seconds
 
 
 def choose_device(wanted: str, require_gpu: bool = False) -> str:
@@ -143,17 +170,25 @@ def choose_device(wanted: str, require_gpu: bool = False) -> str:
     return "cpu"
 
 
-def load_kernels(names: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the names of the kernels to test, None for all; raise ParityError for an unknown one.
+def load_kernels(names: tuple[str, ...], seconds: float = 0.0) -> frozenset[str] | None:
+    """Return the names of the kernels to test, None for all.
 
     An entry that ends in .py is a file: it is loaded, and the kernels it registers are meant.
+    Raises ParityError for an unknown one, and for files that take longer than ``seconds``.
     """
     if not names:
         return None
     # Late: the registry imports torch, and a bad option should not take seconds.
     from moe_parity.kernels import registry
 
-    return frozenset(kernel.name for kernel in registry.select(names))
+    try:
+        with Watch(seconds).limit():
+            return frozenset(kernel.name for kernel in registry.select(names))
+    except Overrun:
+        raise ParityError(
+            f"loading the kernels {', '.join(names)} took longer than the limit of {seconds:g} s; "
+            "--timeout sets it."
+        ) from None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -167,7 +202,7 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         options = _resolve(config)
         settings.activate()  # hypothesis itself loads --hypothesis-profile after this
-        config.stash[SELECTED] = load_kernels(options.kernels)
+        config.stash[SELECTED] = load_kernels(options.kernels, options.timeout)
     except ParityError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[OPTIONS] = options
@@ -181,6 +216,7 @@ def pytest_configure(config: pytest.Config) -> None:
         require_gpu=options.require_gpu,
         seed=options.seed,
         selected=config.stash[SELECTED],
+        timeout=options.timeout,
     )
     session.notes.extend(environment.misspelt())
     config.stash[SESSION] = session
@@ -213,17 +249,14 @@ def header(config: pytest.Config) -> list[str]:
     return lines
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of kernels that were not asked for; tests without a kernel stay."""
-    selected = config.stash[SELECTED]
-    if selected is None:
-        return
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
+    """Keep the tests of the kernels that were asked for, and let -k find words left out of ids."""
     for item in items:
-        kernels = {mark.kwargs.get("kernel") for mark in item.iter_markers("moe")} - {None}
-        (kept if not kernels or kernels & selected else dropped).append(item)
-    if dropped:
+        item.extra_keyword_matches |= known_words(item)
+    selected = config.stash[SELECTED]
+    if selected is not None:
+        kept, dropped = only(items, selected)
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
 

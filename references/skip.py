@@ -19,6 +19,8 @@ class Why(StrEnum):
     """There is a GPU, of a chip that has no model or no such kernel."""
     BUDGET = "budget"
     """It would take a CPU too long."""
+    GIVEN_UP = "given_up"
+    """The kernel has hung or crashed too often in this run."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The file results.jsonl: written one finished line at a time, merged, read, never half trusted.
+"""The file results.jsonl: read, never half trusted, and written whole.
 
-A line is written in one piece when its test has finished, so an interrupted run keeps every
-finished line; only the end line makes a file complete. The values in it are `records`.
+Only the end line makes a file complete; what a run writes before that are its `parts`. The values
+in it are `records`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import (
     SCHEMA,
-    SEVERITY,
     Record,
     Run,
     RunEnd,
@@ -33,9 +31,6 @@ __all__ = [
     "Run",
     "RunEnd",
     "RunInfo",
-    "Writer",
-    "merge",
-    "prepare",
     "read",
     "write",
     "write_atomic",
@@ -135,26 +130,6 @@ def _truncated(path: Path, what: str) -> ParityError:
 # --- writing ------------------------------------------------------------------------------------
 
 
-def prepare(directory: Path) -> Path:
-    """Make `directory` and its `parts`, prove that both can be written, and return `parts`.
-
-    Raises ParityError; call it before anything runs.
-    """
-    parts = directory / "parts"
-    probe = parts / f".probe-{os.getpid()}"
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-        if (directory / FILE_NAME).is_dir():
-            raise IsADirectoryError(0, f"{FILE_NAME} in it is a directory")
-    except OSError as error:
-        raise ParityError(
-            f"cannot write results to {directory}: {error.strerror}; choose another --out."
-        ) from None
-    return parts
-
-
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write a whole file or, with a ParityError, none of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -166,55 +141,6 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
-
-
-class Writer:
-    """Appends records to a new file, each line in one piece; raises ParityError if it cannot."""
-
-    def __init__(self, path: Path, info: RunInfo) -> None:
-        self.path = path
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.open(path, flags, 0o666)
-        except OSError as error:
-            raise ParityError(f"cannot write {path}: {error.strerror}.") from None
-        self._append(to_line("run", info))
-
-    def add(self, record: Record) -> None:
-        """Append one finished record."""
-        self._append(to_line("record", record))
-
-    def close(self) -> None:
-        """Close the file; a part has no end line, `merge` writes it."""
-        os.close(self._file)
-
-    def _append(self, line: bytes) -> None:
-        try:
-            written = os.write(self._file, line)
-        except OSError as error:
-            raise ParityError(f"cannot write {self.path}: {error.strerror}.") from None
-        if written != len(line):
-            raise ParityError(f"cannot write {self.path}: the disk is full.")
-
-
-def worst_of(records: Iterable[Record]) -> dict[str, Record]:
-    """Return the records by id in sorted order; of several with one id, the worst."""
-    worst: dict[str, Record] = {}
-    for record in records:
-        known = worst.get(record.id)
-        if known is None or SEVERITY[record.verdict] > SEVERITY[known.verdict]:
-            worst[record.id] = record
-    return dict(sorted(worst.items()))
-
-
-def merge(parts: Iterable[Path], extra: Iterable[Record] = ()) -> tuple[Record, ...]:
-    """Return the records of all parts and `extra`, sorted by id.
-
-    Two records have one id where a worker crashed after it wrote a test that another then
-    repeated; the worse stands. A half line at the end of a part is what a crash left: dropped.
-    """
-    found = [record for part in sorted(parts) for record in read(part, partial=True).records]
-    return tuple(worst_of([*found, *extra]).values())
 
 
 def write(run: Run, path: Path) -> Run:

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.cases.grid import labels
-from moe_parity.harness.checks.flow import check
+from moe_parity.harness.checks.flow import check, overran
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.session.skips import skip_test
+from moe_parity.harness.session.watch import Overrun, current
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.registry import builtin
 from moe_parity.references.language import Case
@@ -48,6 +49,7 @@ def expect(
     """
     __tracebackhide__ = True
     needs(kernel, case, device)
+    current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
     verdicts = check(kernel, case, device, power=power, inputs=inputs)
     record(kernel, case, device, verdicts, recorder)
 
@@ -59,12 +61,17 @@ def record(
     __tracebackhide__ = True
     failed = []
     start = time.perf_counter()
-    for verdict in verdicts:
-        now = time.perf_counter()
-        recorder.add(fields(kernel, case, device, verdict, now - start))
-        start = now
-        if verdict.failed:
-            failed.append(verdict.message)
+    try:
+        for verdict in verdicts:
+            now = time.perf_counter()
+            recorder.add(fields(kernel, case, device, verdict, now - start))
+            start = now
+            if verdict.failed:
+                failed.append(verdict.message)
+    except Overrun as error:
+        verdict = overran(kernel, case, current().seconds, error)
+        recorder.add(fields(kernel, case, device, verdict, time.perf_counter() - start))
+        raise Overrun(f"{verdict.message} Reproduce: {repro(kernel, case)}") from None
     if failed:
         raise AssertionError(f"{failed[0]} Reproduce: {repro(kernel, case)}")
 

@@ -20,6 +20,7 @@ from moe_parity.harness.checks.compare import differences, where
 from moe_parity.harness.checks.exact import Judged, exact
 from moe_parity.harness.checks.memory import write_fault
 from moe_parity.harness.checks.verdict import Verdict, found
+from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.call import BadCall
 from moe_parity.references.errors import ParityError
@@ -70,11 +71,28 @@ def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.E
     text, place = first_line(error), ""
     if not isinstance(error, BadOutput):
         text = f"{type(error).__name__}: {text}"
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename == str(kernel.source)]
-        for frame in (own or frames)[-1:]:
-            place = f" ({frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno})"
+        place = _place(kernel, error)
     return found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
+
+
+def overran(kernel: Kernel, case: Case, seconds: float, error: BaseException) -> Verdict:
+    """Return the red verdict of a case that took too long, with the line where it was stopped."""
+    return found(
+        Check.EXACT,
+        f"{kernel.stage} of {kernel.name} ran longer than the limit of {seconds:g} s on {case.id}"
+        f"{_place(kernel, error)}: it hangs, or needs more than --timeout allows.",
+    )
+
+
+def _place(kernel: Kernel, error: BaseException) -> str:
+    """Return the file and line of the kernel that an exception came from, else of the innermost."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if frame.filename == str(kernel.source)]
+    frames = [frame for frame in frames if frame.filename != watch.__file__]
+    return "".join(
+        f" ({frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno})"
+        for frame in (own or frames)[-1:]
+    )
 
 
 def _exact(

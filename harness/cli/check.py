@@ -27,8 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe_parity.harness import plugin
 from moe_parity.harness.cli.commands import FAILED, INCOMPLETE, OK
 from moe_parity.references.errors import ParityError
+from moe_parity.reports.parts import FOLDER, prepare
 from moe_parity.reports.records import Judgement, count, judge
-from moe_parity.reports.results import FILE_NAME, prepare, read
+from moe_parity.reports.results import FILE_NAME, read
 
 NOT_CHECKS = ("meta", "perf")
 """Folders of the suites that test the harness or its speed, not a kernel."""
@@ -49,6 +50,7 @@ class Request:
     expression: str | None = None
     markers: str | None = None
     workers: int = 0
+    timeout: float | None = None
     profile: str | None = None
     seed: int | None = None
 
@@ -89,6 +91,7 @@ def arguments(request: Request, folder: Path) -> list[str]:
     args += [f"--ignore={folder / name}" for name in NOT_CHECKS]
     args += [f"--parity-kernel={name}" for name in request.kernels]
     args += ["--parity-require-gpu"] if request.require_gpu else []
+    args += [] if request.timeout is None else [f"--parity-timeout={request.timeout}"]
     args += [] if request.seed is None else [f"--parity-seed={request.seed}"]
     args += [] if request.profile is None else [f"--hypothesis-profile={request.profile}"]
     args += [] if request.expression is None else ["-k", request.expression]
@@ -104,6 +107,7 @@ class Watcher:
         self.console = console
         self.bar = bar
         self.notes: list[str] = []
+        self.unwritten = ""
         self._task = bar.add_task("collecting", total=None) if bar else None
         self._total = 0
         self._done = 0
@@ -154,14 +158,16 @@ class Watcher:
         text = getattr(crash, "message", None) or report.longreprtext.strip() or "failed"
         lines = [line for line in text.splitlines() if line.strip()]
         first = lines[0] if crash else lines[-1].removeprefix("E").strip()
-        first = first.removeprefix("AssertionError: ").removeprefix("Failed: ")
+        for kind in ("AssertionError: ", "Failed: ", "Overrun: "):
+            first = first.removeprefix(kind)
         self.console.print(f"[bold red]✗[/] {escape(nodeid)}\n  {escape(first)}", highlight=False)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config: pytest.Config) -> None:
         """Keep what the session wants said."""
         session = config.stash.get(plugin.SESSION, None)
-        self.notes = [] if session is None else session.notes
+        if session is not None:
+            self.notes, self.unwritten = session.notes, session.unwritten
 
 
 @contextlib.contextmanager
@@ -196,23 +202,44 @@ def _terminated_is_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_pytest(args: list[str], out: Path, console: Console) -> tuple[int, list[str], list[str]]:
-    """Run pytest; return its status, its usage errors and the notes of the session."""
-    errors = io.StringIO()
-    log = out / "pytest.log"
-    with (
-        _terminated_is_interrupted(),
-        log.open("w") as text,
-        _watching(console) as watcher,
-        contextlib.redirect_stdout(text),
-        contextlib.redirect_stderr(errors),
-    ):
-        status = int(pytest.main(args, plugins=[watcher]))
+class _Log(io.TextIOBase):
+    """pytest.log, which a full disk may cost, but never the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with contextlib.suppress(OSError):
+            path.write_bytes(b"")
+
+    def write(self, text: str) -> int:
+        """Append to the file, where there is room."""
+        with contextlib.suppress(OSError), self._path.open("a") as file:
+            file.write(text)
+        return len(text)
+
+
+def _run_pytest(args: list[str], out: Path, console: Console) -> tuple[int, list[str], Watcher]:
+    """Run pytest; return its status, its usage errors and what has watched it.
+
+    Raises ParityError where pytest itself cannot write.
+    """
+    errors, text = io.StringIO(), _Log(out / "pytest.log")
+    try:
+        with (
+            _terminated_is_interrupted(),
+            _watching(console) as watcher,
+            contextlib.redirect_stdout(text),
+            contextlib.redirect_stderr(errors),
+        ):
+            status = int(pytest.main(args, plugins=[watcher]))
+    except OSError as error:
+        raise ParityError(
+            f"pytest ended early: {error.strerror} ({error.filename or out}). What had finished is "
+            f"kept in {out / FOLDER}: `parity report {out / FOLDER} -o report.html` reads it."
+        ) from None
     lines = errors.getvalue().splitlines()
-    with log.open("a") as text:
-        text.writelines(f"{line}\n" for line in lines)
+    text.write("".join(f"{line}\n" for line in lines))
     usage = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return status, usage, watcher.notes
+    return status, usage, watcher
 
 
 def run(request: Request) -> int:
@@ -224,14 +251,16 @@ def run(request: Request) -> int:
     console = Console(file=sys.stdout, soft_wrap=True)
     before = _stamp(request.out / FILE_NAME)
     args = arguments(request, suites())
-    status, usage, notes = _run_pytest(args, request.out, console)
+    status, usage, watcher = _run_pytest(args, request.out, console)
+    if watcher.unwritten:
+        raise ParityError(watcher.unwritten)
     if status == pytest.ExitCode.USAGE_ERROR:
         raise ParityError(usage[0] if usage else f"pytest refused; see {request.out}/pytest.log.")
     if _stamp(request.out / FILE_NAME) == before:
         console.print(f"[{_STYLES['incomplete']}]! incomplete[/] no results were written")
         console.print(f"see {request.out / 'pytest.log'}", highlight=False)
         return INCOMPLETE
-    for note in notes:
+    for note in watcher.notes:
         if not note.startswith(("results: ", "report: ")):
             console.print(f"[yellow]![/] {escape(note)}", highlight=False)
     return _conclude(console, request.out)

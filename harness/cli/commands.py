@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from moe_parity.harness.session import environment
 from moe_parity.references.errors import ParityError
+from moe_parity.reports.records import Run
 
 OK, FAILED, BAD_INPUT, INCOMPLETE = 0, 1, 2, 3
 
@@ -100,6 +101,12 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         metavar="WORKERS",
         help="worker processes; 0 runs in this one (default: %(default)s)",
     )
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that one case may take, 0 for any (default: 120 on a CPU, 300 on a GPU)",
+    )
     add("--profile", choices=tuple(PROFILES), help="how many cases each property draws")
     add("--seed", type=int, metavar="N", help="base seed of inputs and drawn cases")
 
@@ -112,7 +119,12 @@ def _workers(text: str) -> int:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("results", type=Path, metavar="RESULTS", help="a results.jsonl")
+    add(
+        "results",
+        type=Path,
+        metavar="RESULTS",
+        help="a results.jsonl, or the folder of a run: what a killed one left is read too",
+    )
     add("-o", dest="file", type=Path, required=True, metavar="FILE", help="the file to write")
     add("--format", choices=("html", "md", "csv"), help="default: by the ending of FILE")
     add("--partial", action="store_true", help="accept the file of an interrupted run")
@@ -145,6 +157,7 @@ def _check(args: argparse.Namespace) -> int:
             expression=args.expression,
             markers=args.markers,
             workers=args.workers,
+            timeout=args.timeout,
             profile=args.profile,
             seed=args.seed,
         )
@@ -152,7 +165,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from moe_parity.reports.results import read, write_atomic
+    from moe_parity.reports.results import write_atomic
 
     form = args.format or _FORMATS.get(args.file.suffix.lower())
     if form is None:
@@ -160,13 +173,33 @@ def _report(args: argparse.Namespace) -> int:
             f"cannot tell the format of {args.file}: end its name in .html, .md or .csv, or say "
             "--format."
         )
-    run = read(args.results, partial=args.partial)
+    run = _read(args.results, partial=args.partial)
     from moe_parity.reports import html, markdown, tables
 
     render = {"html": html.render, "md": markdown.render, "csv": tables.to_csv}[form]
     write_atomic(args.file, render(run))
     print(args.file)
     return OK
+
+
+def _read(path: Path, *, partial: bool) -> Run:
+    """Read a results file, or what the run in its folder has written so far; say which."""
+    from moe_parity.reports import parts
+    from moe_parity.reports.results import FILE_NAME, read
+
+    file = path / FILE_NAME if path.is_dir() else path
+    folder = parts.unfinished(path)
+    left = parts.read_parts(folder) if folder else None
+    if folder is not None and left is not None:
+        sentence = parts.sentence_of(folder, left)
+        if path == folder or not file.exists():
+            print(f"parity: {sentence}", file=sys.stderr)
+            return left
+        print(
+            f"parity: {file} is of an earlier run; {sentence} `parity report {folder}` reports it.",
+            file=sys.stderr,
+        )
+    return read(file, partial=partial)
 
 
 def _kernels(_: argparse.Namespace) -> int:

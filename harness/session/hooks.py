@@ -1,9 +1,9 @@
 """One pytest session: feeds the recorder, writes records as tests finish, and distrusts green.
 
-A worker of xdist (and a run without xdist) writes DIR/parts/results-<worker>.jsonl; the
-controller merges the parts into DIR/results.jsonl when the session ends. A test whose worker
-crashed gets its record here. The session fails, with a sentence, when a collected test left no
-record, when nothing ran, and when a check failed in a test that passed.
+A worker of xdist (and a run without xdist) writes a part of DIR/parts; the controller merges the
+parts into DIR/results.jsonl when the session ends. A test whose worker crashed or hung gets its
+record here. The session fails, with a sentence, when a collected test left no record, when nothing
+ran, and when a check failed in a test that passed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from hypothesis import settings as hypothesis_settings
 
 from moe_parity.harness.session import environment
 from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label, item_name
-from moe_parity.harness.session.skips import LOST_GPU, why_of
+from moe_parity.harness.session.skips import LOST_GPU, skip_test, why_of
+from moe_parity.harness.session.watch import TOO_MANY, Overrun, Watch, install, last_words
 from moe_parity.references.errors import ParityError
+from moe_parity.references.skip import Skip, Why
+from moe_parity.reports import parts
 from moe_parity.reports.records import (
     ITEM_CHECK,
     Record,
@@ -36,7 +39,7 @@ from moe_parity.reports.records import (
     from_json,
     to_line,
 )
-from moe_parity.reports.results import FILE_NAME, Writer, merge, prepare, write
+from moe_parity.reports.results import FILE_NAME, write
 
 _FLAGS = ("graph", "poison")
 
@@ -58,7 +61,8 @@ def labels_of(item: pytest.Item) -> dict[str, Any]:
 def one_line(error: BaseException) -> str:
     """Return an exception as one line: its first line, and its type where that says more."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
-    kind = "" if isinstance(error, AssertionError | pytest.fail.Exception) else type(error).__name__
+    ours = isinstance(error, AssertionError | pytest.fail.Exception | Overrun)
+    kind = "" if ours else type(error).__name__
     return ": ".join(part for part in (kind, text.strip()) if part)[:2000] or type(error).__name__
 
 
@@ -83,6 +87,7 @@ class Session:
         require_gpu: bool,
         seed: int | None,
         selected: frozenset[str] | None,
+        timeout: float,
     ) -> None:
         self.config = config
         self.out = out
@@ -90,14 +95,20 @@ class Session:
         self.device = device
         self.require_gpu = require_gpu
         self.selected = selected
+        self.timeout = timeout
         self.notes: list[str] = []
+        self.unwritten = ""
+        """Why results could not be written, in a sentence that says where the rest of them is."""
         self.recorder = Recorder(device=device, seed=seed, sink=self._write)
         # what the controller of xdist gives a worker; empty elsewhere
         self._given: dict[str, Any] = getattr(config, "workerinput", {})
         self._worker: str | None = self._given.get("workerid")
         self._parts: Path | None = None
+        self._lock: parts.Lock | None = None
         self._info: RunInfo | None = None
-        self._writer: Writer | None = None
+        self._writer: parts.Writer | None = None
+        self._watch = Watch(timeout)
+        self._stop: str = ""
         self._collected: set[str] = set()
         self._extra: list[Record] = []
         self._began = time.perf_counter()
@@ -105,26 +116,32 @@ class Session:
     # --- start ---------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
-        """Prove that results can be written before anything runs; drop parts of an older run."""
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Prove that results can be written before anything runs; save those of a killed run."""
         if self.config.option.collectonly:
             return
         try:
-            if self._worker is not None:
-                self._parts = Path(self._given["moe_parity_parts"])
-            elif self.out is not None:
-                self._parts = prepare(self.out)
-                for old in self._parts.glob("results-*.jsonl"):
-                    old.unlink()
-            else:
-                self._parts = Path(tempfile.mkdtemp(prefix="moe-parity-"))
+            self._parts = self._open()
             told = self._given.get("moe_parity_info")
             self._info = from_json(RunInfo, json.loads(told), "") if told else self._describe()
             if not self.config.pluginmanager.hasplugin("dsession"):
-                name = f"results-{self._worker or 'main'}.jsonl"
-                self._writer = Writer(self._parts / name, self._info)
+                self._writer = parts.Writer(parts.part(self._parts, self._worker), self._info)
         except (ParityError, OSError) as error:
             raise pytest.UsageError(str(error)) from None
+        self._session = session
+        self._watch = Watch(self.timeout, self._parts, self._worker)
+        install(self._watch)
+
+    def _open(self) -> Path:
+        if self._worker is not None:
+            return Path(self._given["moe_parity_parts"])
+        if self.out is None:
+            return Path(tempfile.mkdtemp(prefix="moe-parity-"))
+        folder = parts.prepare(self.out)
+        self._lock = parts.Lock(folder)
+        if saved := parts.rescue(self.out):
+            self.notes.append(saved)
+        return folder
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -175,11 +192,33 @@ class Session:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Bracket a test, so that its records are written when it has finished."""
-        self.recorder.start(item.nodeid, labels_of(item))
+        labels = labels_of(item)
+        self.recorder.start(item.nodeid, labels)
+        self._watch.begin(item.nodeid, labels)
         result = yield
         # Not in a finally: a test that an interrupt broke off has not finished.
         self.recorder.finish()
+        self._watch.end()
         return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Leave a kernel alone that has hung or crashed too often."""
+        kernel = str(labels_of(item).get("kernel", ""))
+        if self._watch.given_up(kernel):
+            skip_test(Skip(Why.GIVEN_UP, f"{kernel} hung or crashed in {TOO_MANY} cases before"))
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self) -> Generator[None, None, None]:
+        """Limit the time of a test; a check starts it anew for each case."""
+        with self._watch.limit():
+            yield
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_fixture_setup(self) -> Generator[None, object, object]:
+        """Limit the time of a fixture."""
+        with self._watch.limit():
+            return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -207,6 +246,8 @@ class Session:
                 self._refuse_skip(report, running)
         elif report.failed and running.failed is None:
             error = call.excinfo.value if call.excinfo else None
+            if isinstance(error, Overrun):
+                self._watch.gave_out(str(running.labels.get("kernel", "")))
             running.failed = one_line(error) if error else report.longreprtext.strip()
         return report
 
@@ -216,13 +257,30 @@ class Session:
         running.failed, running.skipped = report.longrepr, None
 
     def _write(self, record: Record) -> None:
-        if self._writer is not None:
+        if self._writer is None or self._stop:
+            return
+        try:
             self._writer.add(record)
+        except ParityError as error:
+            # pytest, and a worker of xdist, stops when the running test is over
+            self._stop = self._session.shouldstop = str(error)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Learn from a worker that it could not write; note one that died between tests."""
+        self._stop = self._stop or getattr(node, "workeroutput", {}).get("moe_parity_stop", "")
+        self._down = node.gateway.id
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        """Record a test that took its worker down."""
-        item = Item(crashitem, failed=report.longreprtext)
+        """Record a test that took its worker down, with its kernel and case."""
+        assert self._parts is not None
+        entry, sentence = last_words(self._parts, self._down, self.timeout)
+        labels = entry.get("labels", {}) if entry.get("nodeid") == crashitem else {}
+        if labels.get("kernel"):
+            self._watch.gave_out(str(labels["kernel"]))
+        report.longrepr = f"{sentence}."
+        item = Item(crashitem, labels=labels, failed=f"{sentence}.", repro=entry.get("repro", ""))
         self._extra += self.recorder.records(item)
 
     # --- end -----------------------------------------------------------------------------------
@@ -235,27 +293,46 @@ class Session:
         if self._writer is not None:
             if self._worker is not None:
                 for record in self._extra:
-                    self._writer.add(record)
+                    self._write(record)
+                self.config.workeroutput["moe_parity_stop"] = self._stop  # type: ignore[attr-defined]
             self._writer.close()
         if self._worker is not None:
             return
         try:
-            records = merge(self._parts.glob("results-*.jsonl"), self._extra)
-            session.exitstatus = self._distrust(records, int(exitstatus))
-            tests = [record for record in records if record.check == ITEM_CHECK]
-            end = RunEnd(
-                collected=len(self._collected | {record.nodeid for record in tests}),
-                ran=sum(record.verdict != "skip" for record in tests),
-                exitstatus=session.exitstatus,
-                seconds=round(time.perf_counter() - self._began, 3),
-            )
-            if self.out is not None:
-                self._publish(Run(self._info, records, end), self.out)
+            self._conclude(session, int(exitstatus))
         except ParityError as error:
-            self.notes.append(str(error))
-            session.exitstatus = int(exitstatus) or 1
-            return  # the parts stay where they are
-        shutil.rmtree(self._parts, ignore_errors=True)
+            self.unwritten = self._kept(str(error))
+        else:
+            shutil.rmtree(self._parts, ignore_errors=True)
+            self.unwritten = f"{self._stop} The run ended there." if self._stop else ""
+        if self.unwritten:
+            self.notes.append(self.unwritten)
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
+        if self._lock is not None:
+            self._lock.release()
+
+    def _conclude(self, session: pytest.Session, exitstatus: int) -> None:
+        assert self._parts is not None
+        assert self._info is not None
+        records = parts.merge(self._parts, self._extra)
+        session.exitstatus = self._distrust(records, exitstatus)
+        tests = [record for record in records if record.check == ITEM_CHECK]
+        end = RunEnd(
+            collected=len(self._collected | {record.nodeid for record in tests}),
+            ran=sum(record.verdict != "skip" for record in tests),
+            exitstatus=session.exitstatus,
+            seconds=round(time.perf_counter() - self._began, 3),
+        )
+        if self.out is not None:
+            self._publish(Run(self._info, records, end), self.out)
+
+    def _kept(self, cause: str) -> str:
+        """Return a sentence for results that could not be written: why, and where they are."""
+        assert self._parts is not None
+        return (
+            f"{cause} What had finished is kept in {self._parts}: make room, then "
+            f"`parity report {self._parts} -o report.html` reads it."
+        )
 
     def _publish(self, run: Run, out: Path) -> None:
         run = write(run, out / FILE_NAME)
@@ -266,24 +343,43 @@ class Session:
             self.notes.append(f"report: {write_all(run, out)}")
 
     def _distrust(self, records: tuple[Record, ...], status: int) -> int:
-        """Note whatever makes a session prove less than it seems to; return its exit status."""
+        """Note whatever makes a session prove less than it seems to; return its exit status.
+
+        A cause is said once: what was not written, or not chosen, explains what is missing.
+        """
         tests = [record for record in records if record.check == ITEM_CHECK]
         complaints: list[tuple[str, int]] = []
-        if lost := sorted(self._collected - {record.nodeid for record in tests}):
+        asked = self._asked()
+        lost = sorted(self._collected - {record.nodeid for record in tests})
+        if lost and not self._stop:
             text = f"{len(lost):,} of {count(len(self._collected), 'collected test')} left no "
             complaints.append((f"{text}record, the first is {lost[0]}", 1))
         names = Counter(item_name(nodeid)[1] for nodeid in self._collected)
         for name in sorted(name for name, times in names.items() if times > 1):
             complaints.append((f"several tests are called {name}: rename all but one", 1))
-        if all(record.verdict == "skip" for record in tests):
-            why = f"{count(len(tests), 'test')} chosen, all skipped" if tests else "no test chosen"
+        if not lost and all(record.verdict == "skip" for record in tests):
+            whose = f" of {', '.join(sorted(self.selected))}" if self.selected else ""
+            why = f"{count(len(tests), 'test')} chosen, all skipped"
+            why = why if tests else f"no test{whose} {asked or 'chosen'}"
             complaints.append((f"nothing ran: {why}", int(pytest.ExitCode.NO_TESTS_COLLECTED)))
-        for kernel in sorted((self.selected or set()) - {record.kernel for record in records}):
-            complaints.append((f"no test is about the kernel {kernel}", 1))
+        elif not (lost or asked or any(record.verdict == "error" for record in tests)):
+            for kernel in sorted((self.selected or set()) - {record.kernel for record in records}):
+                complaints.append((f"no test is about the kernel {kernel}", 1))
         if any(record.verdict in ("fail", "error") for record in records):
             complaints.append(("", 1))
         self.notes += [sentence for sentence, _ in complaints if sentence]
         return status or next((worth for _, worth in complaints), 0)
+
+    def _asked(self) -> str:
+        """Return in words by which expressions tests were chosen, empty for none."""
+        option = self.config.option
+        given = [f"{o} {e!r}" for o, e in (("-k", option.keyword), ("-m", option.markexpr)) if e]
+        if not given:
+            return ""
+        return (
+            f"matches {' and '.join(given)}; -k takes words of ids, the default ones too, -m the "
+            "marker moe (docs/ids.md has both)"
+        )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write the notes."""

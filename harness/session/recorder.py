@@ -64,6 +64,8 @@ class Item:
     """The kind of the skip's reason, where it has one."""
     failed: str | None = None
     expected_failure: bool = False
+    repro: str = ""
+    """What runs again what broke the test, where that is one case."""
     seconds: float = 0.0
 
     @property
@@ -187,6 +189,7 @@ class Recorder:
             message=message,
             reason=(item.skipped or "") if verdict == "skip" else "",
             why=item.why if verdict == "skip" else "",
+            repro=item.repro,
             seconds=item.seconds,
             examples=max((c["examples"] for c in item.checks.values()), default=0),
         )

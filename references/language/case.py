@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -166,6 +167,12 @@ class Case:
         always = "h" if self.i != _DEFAULTS["i"] else "mh"
         shown = {n: v for n, v in sizes.items() if n in always or v != _DEFAULTS[n]}
         return "-".join(words + [f"{name}{value}" for name, value in shown.items()])
+
+    def words(self, names: Container[str]) -> list[str]:
+        """Return the words of some fields as an id would say them, those of defaults too."""
+        kinds = [getattr(self, name).value for name, _ in _ENUMS if name in names]
+        numbers = [f"g{self.group}"] if "group" in names else []
+        return kinds + numbers + ([f"pool{self.pool}"] if "pool" in names else [])
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}

@@ -79,7 +79,7 @@ BAD_RESULTS = {
     "foreign": (lambda p: p.write_text("<html>\n"), "is not JSON"),
     "schema": (lambda p: p.write_text(p.read_text().replace('"schema": 1', '"schema": 0')), "0"),
     "missing": (lambda p: p.unlink(), "does not exist"),
-    "directory": (lambda p: (p.unlink(), p.mkdir()), "is a directory"),
+    "directory": (lambda p: (p.unlink(), p.mkdir()), "results.jsonl/results.jsonl does not exist"),
 }
 
 

@@ -4,63 +4,14 @@ What a green run could hide is planted here: a lost worker, a test without a rec
 failed in a test that passed, a run in which nothing ran.
 """
 
-import os
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.reports.results import Run, read
-
-OURS = ("MOE_PARITY_", "PYTEST_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CI", "GITHUB_")
-
-
-def clean(**extra: str) -> dict[str, str]:
-    """Return an environment without our variables, without CI and without a GPU."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return kept | {"CUDA_VISIBLE_DEVICES": ""} | extra
-
-
-def command(folder: Path, *args: str) -> list[str]:
-    options = [f"--config-file={os.devnull}", f"--rootdir={folder}", "-pno:cacheprovider"]
-    plugin = "-pmoe_parity.harness.plugin"
-    strict = ["-Werror", "--import-mode=importlib", "--strict-markers"]
-    return [sys.executable, "-m", "pytest", *options, plugin, *strict, *args]
-
-
-class Suite:
-    """A folder with one test module."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, text: str, name: str = "test_it.py") -> None:
-        """Write a module whose imports are there already."""
-        head = "import os, signal, time, pytest\nfrom hypothesis import given, strategies as st\n"
-        (self.folder / name).write_text(head + textwrap.dedent(text))
-
-    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run it; pytest must neither break nor show one of our tracebacks."""
-        done = subprocess.run(
-            command(self.folder, *args),
-            cwd=self.folder,
-            env=clean(**variables),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout
-        return done
-
-    def results(self, name: str = "out") -> Run:
-        """Read what it wrote."""
-        return read(self.folder / name / "results.jsonl")
+from moe_parity.suites.meta.outside import Suite
 
 
 @pytest.fixture
@@ -148,21 +99,6 @@ def test_workers_lose_nothing(suite):
     assert serial.end.collected == spread.end.collected == 106
 
 
-def test_a_crashed_worker_is_recorded(suite):
-    """The test that took its worker down is an error; those before and after it are kept."""
-    suite.write("""
-        @pytest.mark.parametrize("i", range(8))
-        def test_it(i):
-            if i == 3: os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    done = suite.run("--parity-out=out", "-n1")
-    assert done.returncode == 1
-    run = suite.results()
-    assert [r.verdict for r in run.records] == ["pass"] * 3 + ["error"] + ["pass"] * 4
-    assert "crashed while running" in run.records[3].message
-    assert run.end.collected == 8
-
-
 @pytest.mark.parametrize("workers", ["n0", "n1"])
 def test_nothing_ran_is_a_failure(suite, workers):
     """Neither an empty selection nor a run of skips is green."""
@@ -172,7 +108,8 @@ def test_nothing_ran_is_a_failure(suite, workers):
     assert "nothing ran: 1 test chosen, all skipped" in done.stdout
     done = suite.run("-k", "nosuch", f"-{workers}")
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert "nothing ran: no test chosen" in done.stdout
+    assert "nothing ran: no test matches -k 'nosuch'; -k takes words of ids" in done.stdout
+    assert "left no record" not in done.stdout
 
 
 def test_a_failed_check_fails_the_run_even_if_its_test_passes(suite):
@@ -241,29 +178,6 @@ def test_an_interrupt_keeps_what_has_finished(suite):
     assert (run.end.collected, run.end.exitstatus) == (3, 2)
 
 
-def test_a_killed_run_leaves_readable_parts(suite):
-    """SIGKILL: no file is complete, and none of the finished tests is lost."""
-    suite.write("""
-        def test_a(): pass
-        def test_b(): time.sleep(60)
-    """)
-    with subprocess.Popen(
-        command(suite.folder, "--parity-out=out"),
-        cwd=suite.folder,
-        env=clean(),
-        stdout=subprocess.DEVNULL,
-    ) as process:
-        part = suite.folder / "out" / "parts" / "results-main.jsonl"
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not (
-            part.exists() and part.read_bytes().count(b"\n") == 2
-        ):
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    assert [r.id for r in read(part, partial=True).records] == ["test_a::test"]
-    assert not (suite.folder / "out" / "results.jsonl").exists()
-
-
 def test_the_header_says_what_this_run_is(suite):
     """Device, versions, profile, seed and our variables; a misspelt one gets a hint."""
     suite.write(
@@ -308,6 +222,8 @@ BAD_OPTIONS = {
     "required": (["--parity-require-gpu"], "a GPU is required, but torch finds no CUDA GPU"),
     "both": (["--parity-require-gpu", "--parity-device=cpu"], "ask for one of the two"),
     "seed": (["--parity-seed=x"], "the seed is 'x', expected a whole number."),
+    "timeout": (["--parity-timeout=-1"], "the timeout is '-1', expected seconds for a case"),
+    "no-time": (["--parity-timeout=nan"], "the timeout is 'nan', expected seconds for a case"),
     "report": (["--parity-report"], "--parity-report needs --parity-out=DIR"),
     "out": (["--parity-out=test_it.py/out"], "cannot write results to"),
     "profile": (["-pno:nothing"], "unknown profile 'nigthly'"),
