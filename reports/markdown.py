@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from moe_parity.reports import tables
-from moe_parity.reports.records import Run, judge
+from moe_parity.reports.records import Checkout, Run, RunInfo, judge
 
 LIMIT = 60 << 10
 """Bytes of a summary, at most."""
@@ -47,7 +47,9 @@ def _table(headings: Sequence[str], numbers: int, rows: Iterable[Sequence[str]])
 def _head(run: Run) -> list[str]:
     verdict = judge(run)
     info = run.info
-    commit = (info.commit or "")[:12] + (" (dirty)" if info.dirty else "")
+    own = "moe-parity" if info.checkouts else ""
+    commits = [_commit(info, own)] if info.commit or info.checkouts else []
+    commits += [_commit(other, f"{other.name} ({other.words})") for other in info.checkouts]
     device = info.environment.get("gpu") or f"{info.device} (virtual GPU)"
     versions = [f"{n} {info.environment[n]}" for n in ("torch", "triton") if n in info.environment]
     seed = "no seed" if info.seed is None else f"seed {info.seed}"
@@ -55,9 +57,14 @@ def _head(run: Run) -> list[str]:
     return [
         f"### {_MARK[verdict.status]}: {verdict.sentence}",
         "",
-        _cell(" · ".join(([f"commit {commit}"] if commit else []) + facts)),
+        _cell(" · ".join(commits + facts)),
         "",
     ]
+
+
+def _commit(of: RunInfo | Checkout, name: str) -> str:
+    words = ("commit", (of.commit or "unknown")[:12], "(dirty)" if of.dirty else "")
+    return " ".join(filter(None, (name, *words)))
 
 
 def _failures(run: Run) -> list[str]:

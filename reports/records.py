@@ -80,14 +80,38 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkout:
+    """Another repository that a run took something from: kernels by name, or its tests.
+
+    `name` is its folder's; `commit` and `dirty` are None for files outside of any checkout.
+    """
+
+    name: str
+    commit: str | None = None
+    dirty: bool | None = None
+    kernels: tuple[str, ...] = ()
+    tests: bool = False
+
+    @property
+    def words(self) -> str:
+        """What comes from it, for reports."""
+        return " and ".join(filter(None, ("tests" if self.tests else "", ", ".join(self.kernels))))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The first line: who ran what, where. `commit` and `dirty` are None outside a checkout."""
+    """The first line: who ran what, where.
+
+    `commit` and `dirty` are those of this project, None outside a checkout; `checkouts` are all
+    other repositories that kernels or tests came from.
+    """
 
     started: str
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     commit: str | None = None
     dirty: bool | None = None
+    checkouts: tuple[Checkout, ...] = ()
     seed: int | None = None
     profile: str = ""
     device: str = ""
@@ -184,10 +208,10 @@ def to_line(kind: str, item: Record | RunInfo | RunEnd) -> bytes:
     return json.dumps(data, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-_Line = TypeVar("_Line", Record, RunInfo, RunEnd)
+_Line = TypeVar("_Line", Record, RunInfo, RunEnd, Checkout)
 
 
-def _coerce(value: object, hint: Any) -> object:
+def _coerce(value: Any, hint: Any) -> object:
     """Return `value` as the type `hint`; raise TypeError where it is another."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -196,6 +220,9 @@ def _coerce(value: object, hint: Any) -> object:
         return _coerce(value, next(arg for arg in args if arg is not type(None)))
     if origin is Literal:
         fits = value in args
+    elif origin is tuple and args[0] is Checkout:
+        fits = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+        value = tuple(from_json(Checkout, part, "a checkout") for part in value) if fits else value
     elif origin is tuple:
         fits = isinstance(value, list) and all(isinstance(part, str) for part in value)
         value = tuple(value) if isinstance(value, list) else value
@@ -213,7 +240,7 @@ def _coerce(value: object, hint: Any) -> object:
 
 
 _HINTS: Mapping[type, Mapping[str, Any]] = {
-    line: typing.get_type_hints(line) for line in (Record, RunInfo, RunEnd)
+    line: typing.get_type_hints(line) for line in (Record, RunInfo, RunEnd, Checkout)
 }
 
 

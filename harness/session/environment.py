@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import warnings
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -139,24 +138,3 @@ def describe(device: str) -> dict[str, str]:
     if card is not None:
         found |= {"gpu": f"{card.name} ({card.capability})", "driver": card.driver}
     return found | variables()
-
-
-def commit(directory: Path) -> tuple[str | None, bool | None]:
-    """Return (commit, dirty) of the checkout that holds `directory`, None and None elsewhere."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(directory), *args],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.strip()
-
-    try:
-        # A virtual environment inside some other checkout is not that checkout.
-        if not git("ls-files", "--", "."):
-            return None, None
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
-    except (OSError, subprocess.SubprocessError):
-        return None, None

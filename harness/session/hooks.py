@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness.session import environment
+from moe_parity.harness.session import environment, provenance
 from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label, item_name
 from moe_parity.harness.session.skips import LOST_GPU, skip_test, why_of
 from moe_parity.harness.session.watch import TOO_MANY, Overrun, Watch, install, last_words
@@ -151,7 +151,7 @@ class Session:
             node.workerinput["moe_parity_info"] = to_line("run", self._info).decode()
 
     def _describe(self) -> RunInfo:
-        commit, dirty = environment.commit(self.config.rootpath)
+        commit, dirty = provenance.commit()
         program = Path(sys.argv[0])
         name = program.parent.name if program.name == "__main__.py" else program.name
         return RunInfo(
@@ -160,6 +160,7 @@ class Session:
             environment=environment.describe(self.device),
             commit=commit,
             dirty=dirty,
+            checkouts=provenance.checkouts(self.config.rootpath, self.selected, self.out),
             seed=self.recorder.seed,
             profile=hypothesis_settings.get_current_profile_name(),
             device=self.device,
