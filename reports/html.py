@@ -18,7 +18,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moe_parity.reports import tables
-from moe_parity.reports.records import Record, Run, judge, to_line
+from moe_parity.reports.records import Run, judge, to_line
 
 LIMIT = 1 << 20
 """Bytes of a report, at most."""
@@ -69,7 +69,8 @@ def _raw(run: Run) -> str | None:
     return f"data:application/gzip;base64,{packed}" if len(packed) <= _RAW_LIMIT else None
 
 
-def _failure(record: Record) -> dict[str, Any]:
+def _failure(failure: tables.Failure) -> dict[str, Any]:
+    record = failure.record
     what = (*tables.TEXTS, "contract")
     facts = [(name, getattr(record, name)) for name in what]
     facts += [(name, "yes") for name in ("graph", "poison") if getattr(record, name)]
@@ -79,6 +80,7 @@ def _failure(record: Record) -> dict[str, Any]:
         "name": record.id.removesuffix(":test").rstrip(":"),
         "facts": [(name, value) for name, value in facts if value],
         "message": (record.message or "no message")[:_TEXT],
+        "also": [(r.check, (r.message or "no message")[:_TEXT]) for r in failure.also],
     }
 
 

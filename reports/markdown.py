@@ -72,11 +72,14 @@ def _failures(run: Run) -> list[str]:
     if not bad:
         return []
     lines = [f"#### What did not pass ({len(bad):,})", ""]
-    for record in bad[:_FAILURES]:
+    for failure in bad[:_FAILURES]:
+        record = failure.record
         lines.append(f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  ")
         lines.append(f"  {_cell(record.message or 'no message')}")
         if record.decision:
             lines.append(f"  Diverging decision: {_code(record.decision)}")
+        if failure.also:
+            lines.append(f"  Also red: {_cell(', '.join(other.check for other in failure.also))}")
         if record.repro:
             lines.append(f"  Reproduce: {_code(record.repro)}")
     if len(bad) > _FAILURES:

@@ -106,11 +106,31 @@ def by_stage(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(STAGE_COLUMNS))
 
 
-def failures(run: Run) -> list[Record]:
-    """Return what did not pass; a test's own record only where none of its checks says why."""
-    bad = [record for record in run.records if record.verdict in ("fail", "error")]
-    told = {record.nodeid for record in bad if record.check != ITEM_CHECK}
-    return [r for r in bad if r.check != ITEM_CHECK or r.nodeid not in told or r.verdict == "error"]
+@dataclass(frozen=True)
+class Failure:
+    """What did not pass in one test: the record that says why, and the checks that are red too."""
+
+    record: Record
+    also: tuple[Record, ...]
+
+
+def failures(run: Run) -> list[Failure]:
+    """Return what did not pass, test by test.
+
+    A test's own record speaks only where none of its checks says why, or where the test itself
+    broke.
+    """
+    bad: dict[str, list[Record]] = {}
+    for record in run.records:
+        if record.verdict in ("fail", "error"):
+            bad.setdefault(record.nodeid or record.id, []).append(record)
+    found = []
+    for records in bad.values():
+        checks = [r for r in records if r.check != ITEM_CHECK]
+        broken = [r for r in records if r.check == ITEM_CHECK and r.verdict == "error"]
+        first, *others = [*broken, *checks] or records
+        found.append(Failure(first, tuple(others)))
+    return found
 
 
 @dataclass(frozen=True)

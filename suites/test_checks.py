@@ -117,7 +117,7 @@ FAULTS: tuple[tuple[Run, str, str], ...] = (
     (makes_nan, "finite", "is not finite at"),
     (forgets, "write_set", "unwritten, which is live"),
     (beside, "write_set", "writes beside"),
-    (reads_its_output, "rerun", "a second call, on other memory, gives other bits at"),
+    (reads_its_output, "rerun", "reads memory that nobody has written: with other contents"),
     (knows_the_batch, "row_subset", "the rows alone give other bits at"),
     (refuses, "exact", "ParityError: takes contiguous rows"),
     (breaks, "exact", "RuntimeError: CUDA error: an illegal memory access"),

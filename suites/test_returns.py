@@ -202,7 +202,7 @@ def test_what_is_done_to_the_tensors_of_the_call_no_judge_sees():
         return call.new("rows")
 
     found = red(kernel_of("fc1", disowns), CASES["fc1"])
-    assert "differs from recipe" in found["exact"]
+    assert "leaves token 0, k 0, column 0 (expert 0) of rows unwritten" in found["exact"]
     assert "unwritten, which is live" in found["write_set"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,10 @@ GUARD = 4096
 """Bytes of poison before and after every output; keeps 16-byte alignment."""
 
 POISONS = (0xFF, 0x5C)
-"""Two fills: a byte that equals its fill under both was not written.  The first is a NaN."""
+"""Two fills: what equals its fill under both was not written.  The first is a NaN."""
+
+SCRATCH = {0xFF: 0xFF, 0x5C: 0x3A}
+"""The fill of memory that is no output, under each poison: copied from there it is another byte."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +57,8 @@ class PoisonedAllocator:
 
     device: str
     poison: int = POISONS[0]
+    names: Collection[str] = ()
+    """What the stage's outputs are called; anything else is scratch memory."""
     outputs: list[Output] = field(default_factory=list)
 
     def __call__(
@@ -65,14 +71,15 @@ class PoisonedAllocator:
         # A layout with a longer row owns the padding after its last row as well.
         pad = -extent % max(strides, default=1) if extent else 0
         count = GUARD + -(-(extent + pad) * size // 16) * 16 + GUARD
-        storage = torch.full((count,), self.poison, dtype=torch.uint8, device=self.device)
+        fill = self.poison if name in self.names else SCRATCH[self.poison]
+        storage = torch.full((count,), fill, dtype=torch.uint8, device=self.device)
         view = storage.view(dtype).as_strided(shape, strides, GUARD // size)
         self.outputs.append(
             Output(
                 name=name,
                 view=view,
                 storage=storage,
-                poison=self.poison,
+                poison=fill,
                 owned=extent * size,
             )
         )

@@ -38,7 +38,8 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     handed = kernel.stage.handed(inputs)
     device = handed[0].device
     kept = _Kept(handed)
-    new = PoisonedAllocator(device=str(device), poison=poison)
+    names = kernel.stage.outputs(case, inputs)
+    new = PoisonedAllocator(device=str(device), poison=poison, names=names)
     call = Call(case=case, stage=kernel.stage, inputs=_aliased(inputs), allocate=new)
     try:
         with poisoned_empty():

@@ -46,7 +46,10 @@ class Difference:
     of: int
     """Elements compared: those of live rows."""
     farthest: int | None
-    """The largest distance in values that the format has in between; None for integers."""
+    """The largest distance in values that the format has in between, NaN aside; None for
+    integers."""
+    nans: int
+    """Differences that are a NaN on one side alone."""
     index: tuple[int, ...]
     """Of the first mismatch; empty where there is none."""
     got: str
@@ -61,8 +64,10 @@ class Difference:
         unit = "step" if self.output.kind is Kind.CODES else "ulp"
         far = self.farthest
         plural = "s" if unit == "step" and far != 1 else ""
-        tail = "" if far is None else f" (at most {far} {unit}{plural})"
-        tail = " (signs of zero alone)" if far == 0 else tail
+        parts = [f"{self.nans} NaN on one side alone"] if self.nans else []
+        if far is not None and (far or not self.nans):
+            parts.append(f"at most {far} {unit}{plural}" if far else "signs of zero alone")
+        tail = f" ({', others '.join(parts)})" if parts else ""
         return f"{self.wrong} of {self.of} {self.output.noun}{tail}"
 
 
@@ -81,11 +86,19 @@ def _difference(
     wrong, rows = int(bad.sum()), got.shape[0] if live is None else int(live.sum())
     total = got.numel() if live is None else rows * (got.numel() // max(got.shape[0], 1))
     index = tuple(int(n) for n in bad.nonzero()[0]) if wrong else ()
+    lone = bad & (_nan(got, output.codes) != _nan(want, output.codes))
     return Difference(
-        name=name, output=output, wrong=wrong, of=total, farthest=_farthest(output, got, want, bad),
-        index=index, got=_words(output, got, index) if wrong else "",
+        name=name, output=output, wrong=wrong, of=total, nans=int(lone.sum()),
+        farthest=_farthest(output, got, want, bad & ~lone), index=index,
+        got=_words(output, got, index) if wrong else "",
         want=_words(output, want, index) if wrong else "",
     )  # fmt: skip
+
+
+def _nan(values: Tensor, codes: CodeFormat) -> Tensor:
+    if values.dtype is torch.uint8:
+        return codes.is_nan(values)
+    return torch.isnan(values)
 
 
 def _farthest(output: Output, got: Tensor, want: Tensor, bad: Tensor) -> int | None:

@@ -62,17 +62,28 @@ class Judged:
 
 
 def exact(
-    judged: Judged, recipes: tuple[Recipe, ...], *, check: str, power: bool, search: bool = True
+    judged: Judged,
+    recipes: tuple[Recipe, ...],
+    *,
+    check: str,
+    power: bool,
+    search: bool = True,
+    cause: str = "",
 ) -> Verdict:
     """Compare with the nearest of the recipes that a kernel may follow.
 
     ``power`` counts the outputs that a mutant would change, ``search`` looks for the decision that
-    differs: both cost one reference a mutant.
-    """
+    differs: both cost one reference a mutant.  A known ``cause``, in words that follow the kernel's
+    name, is said first, and no decision is looked for.
+    """  # fmt: skip
     tried = [(recipe, judged.against(recipe)) for recipe in recipes]
     compared = [(r, want, judged.differences(want)) for r, want in tried]
     recipe, want, found = min(compared, key=lambda entry: sum(d.wrong for d in entry[2]))
     verdict = _verdict(judged, recipe, found, check)
+    if verdict.failed and cause:
+        counts = ", ".join(d.words for d in found if d.wrong)
+        text = f"{judged.stage} of {judged.who} {cause}. Against recipe {recipe.name}: {counts}."
+        return dataclasses.replace(verdict, message=text)
     if verdict.failed:
         return _explained(verdict, judged, recipe, found, search)
     if power and verdict.compared <= MEASURE_BELOW:
@@ -84,11 +95,13 @@ def _verdict(judged: Judged, recipe: Recipe, found: list[Difference], check: str
     wrong = sum(d.wrong for d in found)
     ulps = [d.farthest for d in found if d.farthest is not None and d.output.kind is not Kind.CODES]
     codes = [d.wrong for d in found if d.output.kind is Kind.CODES]
+    ulp = max(ulps, default=None)
     bf16, f64 = judged.stage.errors(judged.case, judged.inputs, judged.got)
     return Verdict(
         check=check, verdict="fail" if wrong else "pass", recipe=recipe.name,
         compared=sum(d.of for d in found), differing=wrong, code_flips=sum(codes),
-        max_ulp=max(ulps) if ulps else None, rel_err_bf16=bf16, rel_err_f64=f64,
+        # 0 beside codes that differ would seem to speak of them
+        max_ulp=None if wrong and not ulp else ulp, rel_err_bf16=bf16, rel_err_f64=f64,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from moe_parity.harness.calling.poison import POISONS
 from moe_parity.harness.calling.run import Ran, other_order, run
 from moe_parity.harness.checks.compare import differences, where
 from moe_parity.harness.checks.exact import Judged, exact
-from moe_parity.harness.checks.memory import write_fault
+from moe_parity.harness.checks.memory import Memory, memory
 from moe_parity.harness.checks.verdict import Verdict, found
 from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
@@ -57,8 +57,22 @@ def check(
         else:
             yield raised(kernel, case, error)
         return
-    yield from _exact(kernel, case, device, made, ran, power=power)
-    yield from _others(kernel, case, device, made, ran)
+    again: Memory | Verdict | None = None
+    if kernel.contract.checks & {Check.WRITE_SET, Check.RERUN}:
+        again = _again(kernel, case, device, made, ran)
+    cause = again.cause if isinstance(again, Memory) else ""
+    yield from _exact(kernel, case, device, made, ran, power=power, cause=cause)
+    yield from _others(kernel, case, device, made, ran, again)
+
+
+def _again(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Memory | Verdict:
+    """Call a second time: on other memory, and on the virtual GPU in another order of programs."""
+    try:
+        with other_order(kernel, case, device):
+            second = run(kernel, case, inputs, poison=POISONS[1])
+        return memory(kernel, case, inputs, device, ran, second)
+    except BROKEN as error:
+        return raised(kernel, case, error, Check.RERUN)
 
 
 def first_line(error: BaseException) -> str:
@@ -96,7 +110,7 @@ def _place(kernel: Kernel, error: BaseException) -> str:
 
 
 def _exact(
-    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, *, power: bool
+    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, *, power: bool, cause: str
 ) -> Iterator[Verdict]:
     """Judge the stages inside, each on the kernel's own upstream tensors, then the whole."""
     stage, recipes = kernel.stage, kernel.recipes(case, device)
@@ -105,7 +119,8 @@ def _exact(
         judged = Judged(
             who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs, got=inner.got
         )
-        verdict = exact(judged, recipes, check=f"exact_{inner.stage}", power=power)
+        name = f"exact_{inner.stage}"
+        verdict = exact(judged, recipes, check=name, power=power, cause=cause)
         starts += [inner.stage.name] if verdict.failed else []
         yield _of_stage(verdict, inner.stage.name)
     name = f"exact_{stage}" if stage.partial else Check.EXACT
@@ -113,7 +128,9 @@ def _exact(
     alone = len(ran.outputs) == 1
     judged = Judged(who=kernel.name, stage=stage, case=case, inputs=inputs, got=got)
     searched = not stage.partial or alone
-    verdict = exact(judged, recipes, check=name, power=power and searched, search=searched)
+    verdict = exact(
+        judged, recipes, check=name, power=power and searched, search=searched, cause=cause
+    )
     if verdict.failed and starts:
         message = f"{verdict.message} It starts in {' and '.join(starts)}."
         verdict = _with(verdict, message=message)
@@ -128,7 +145,9 @@ def _with(verdict: Verdict, **changes: Any) -> Verdict:
     return Verdict(**{**verdict.fields(), **changes})
 
 
-def _others(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Iterator[Verdict]:
+def _others(
+    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, again: Memory | Verdict | None
+) -> Iterator[Verdict]:
     checks, recipe = kernel.contract.checks, kernel.recipes(case, device)[0]
     if Check.INPUT_KEPT in checks:
         fault = "" if ran.input_kept else f"{kernel.stage} of {kernel.name} writes to its input."
@@ -136,18 +155,13 @@ def _others(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> I
         yield found(Check.INPUT_KEPT, fault, compared=compared)
     if Check.FINITE in checks:
         yield finite(kernel, case, inputs, ran, recipe)
-    if checks & {Check.WRITE_SET, Check.RERUN}:
-        try:
-            # On other memory; on the virtual GPU also in another order of programs.
-            with other_order(kernel, case, device):
-                again = run(kernel, case, inputs, poison=POISONS[1])
-        except BROKEN as error:
-            yield raised(kernel, case, error, Check.RERUN)
-        else:
-            if Check.WRITE_SET in checks:
-                yield write_set(kernel, case, inputs, ran, again)
-            if Check.RERUN in checks:
-                yield rerun(kernel, case, inputs, ran, again)
+    if isinstance(again, Verdict):
+        yield again
+    elif again is not None:
+        if Check.WRITE_SET in checks:
+            yield write_set(kernel, ran, again)
+        if Check.RERUN in checks:
+            yield rerun(kernel, again)
     if Check.ROW_SUBSET in checks:
         yield row_subset(kernel, case, device, inputs, ran)
 
@@ -185,30 +199,21 @@ def _not_finite(values: Tensor) -> Tensor:
     return ~torch.isfinite(values)
 
 
-def write_set(kernel: Kernel, case: Case, inputs: Any, ran: Ran, again: Ran) -> Verdict:
+def write_set(kernel: Kernel, ran: Ran, again: Memory) -> Verdict:
     """All that is owned is written, and nothing beside it: guards, stride gaps, padding."""
     if not ran.memory:
         reason = "the kernel allocates its own outputs"
         return Verdict(check=Check.WRITE_SET, verdict="skip", reason=reason)
-    fault = write_fault(kernel, case, inputs, ran, again)
+    fault = again.unwritten or again.beside
     text = f"{kernel.stage} of {kernel.name} {fault}." if fault else ""
     compared = sum(output.storage.numel() for output in ran.memory)
     return found(Check.WRITE_SET, text, compared=compared)
 
 
-def rerun(kernel: Kernel, case: Case, inputs: Any, ran: Ran, again: Ran) -> Verdict:
+def rerun(kernel: Kernel, again: Memory) -> Verdict:
     """Demand the same canonical bits on other memory."""
-    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
-    every = differences(outputs, again.outputs, ran.outputs, live)
-    bad = next((d for d in every if d.wrong), None)
-    text = ""
-    if bad is not None:
-        text = (
-            f"{kernel.stage} of {kernel.name}: a second call, on other memory, gives other bits at "
-            f"{where(inputs, bad.output, bad.index)}: {bad.got}, before {bad.want}; {bad.words}."
-        )
-    total, wrong = sum(d.of for d in every), sum(d.wrong for d in every)
-    return found(Check.RERUN, text, compared=total, differing=wrong)
+    text = f"{kernel.stage} of {kernel.name} {again.unstable}." if again.unstable else ""
+    return found(Check.RERUN, text, compared=again.compared, differing=again.differing)
 
 
 def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Verdict:

@@ -1,41 +1,134 @@
-"""The check ``write_set``: what a call wrote, what it left, what it touched beside its outputs."""
+"""What two calls on memory with other contents tell: what was left, what was read, what was hit.
+
+Of all faults these are looked for first: an output that nobody wrote, or that depends on what
+memory held before, is no matter of arithmetic, and explains every number that is wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_parity.harness.calling.poison import Output
-from moe_parity.harness.calling.run import Ran
+from moe_parity.harness.calling.run import Ran, other_order, run
+from moe_parity.harness.checks.compare import differences, where
 from moe_parity.kernels import Fate, Kernel
 from moe_parity.references.arithmetic.formats import row_major
 from moe_parity.references.language import Case
 
 
-def write_fault(kernel: Kernel, case: Case, inputs: Any, first: Ran, second: Ran) -> str:
-    """Return what is wrong with the write set of two calls under two poisons, or nothing.
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What a second call, on memory with other contents, shows besides the first; faults in words.
+
+    Each completes the sentence that begins with the stage and the kernel; empty for none.
+    """
+
+    unwritten: str
+    """An output that the call left as it was."""
+    beside: str
+    """Something that it wrote and should not have, or did not zero."""
+    unstable: str
+    """An output with other bits, and why."""
+    compared: int
+    differing: int
+    """Outputs of the two calls, and how many differ."""
+
+    @property
+    def cause(self) -> str:
+        """What makes outputs wrong, whatever the arithmetic."""
+        return self.unwritten or self.unstable
+
+
+def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, second: Ran) -> Memory:
+    """Compare two calls under two poisons, the second in another order of programs.
 
     Every row does what the kernel declares; where it declares nothing, the rows of a stage's output
     that somebody owns are written.  Nothing beside the outputs changes.
     """
-    owned = kernel.stage.live(case, inputs)
-    named = kernel.stage.outputs(case, inputs)
-    for one, two in zip(first.memory, second.memory, strict=True):
-        for output, ran in ((one, first), (two, second)):
+    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
+    beside = _asked(first, second) or _declared(first) or _declared(second)
+    unwritten = "" if beside else _unwritten(kernel, case, inputs, first, second)
+    every = differences(outputs, second.outputs, first.outputs, live)
+    moved = next((d for d in every if d.wrong), None)
+    unstable = ""
+    if moved is not None:
+        again = "a second call gives other bits"
+        if not unwritten:
+            again = _why_unstable(kernel, case, inputs, device, first)
+        unstable = (
+            f"{again} at {where(inputs, moved.output, moved.index)}: {moved.got}, before "
+            f"{moved.want}; {moved.words}"
+        )
+    return Memory(
+        unwritten=unwritten, beside=beside or _beside(kernel, first, second), unstable=unstable,
+        compared=sum(d.of for d in every), differing=sum(d.wrong for d in every),
+    )  # fmt: skip
+
+
+def _why_unstable(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran) -> str:
+    """Call once more on memory with the same contents: the order of programs, or what they read."""
+    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
+    with other_order(kernel, case, device):
+        third = run(kernel, case, inputs)
+    if any(d.wrong for d in differences(outputs, third.outputs, first.outputs, live)):
+        return "gives other bits when it is called again, on memory with the same contents,"
+    return "reads memory that nobody has written: with other contents it gives other bits"
+
+
+def _beside(kernel: Kernel, first: Ran, second: Ran) -> str:
+    for ran in (first, second):
+        for output in ran.memory:
             fault = _fate_fault(output, ran.fates.get(output.name))
-            beside = output.trespass(kernel.contract.pads_zero)
-            if beside is not None:
-                fault = f"writes beside {output.name}, {beside} bytes from its start"
+            hit = output.trespass(kernel.contract.pads_zero)
+            if hit is not None:
+                fault = f"writes beside {output.name}, {hit} bytes from its start"
             if fault:
                 return fault
+    return ""
+
+
+def _asked(first: Ran, second: Ran) -> str:
+    """Return whether a kernel asked for other memory the second time, in words."""
+    asked, again = ([(o.name, o.view.shape) for o in ran.memory] for ran in (first, second))
+    if asked == again:
+        return ""
+    return f"asks for {len(again)} tensors when it is called again, before {len(asked)}"
+
+
+def _declared(ran: Ran) -> str:
+    """Return what is wrong with the fates that a kernel declares, or nothing."""
+    made = {output.name: output for output in ran.memory}
+    for name, fates in ran.fates.items():
+        if name not in made:
+            return f"declares fates of {name}, which it did not ask for with call.new"
+        rows = made[name].view.shape[:-1].numel()
+        if fates.numel() != rows and fates.shape != made[name].view.shape:
+            return f"declares {fates.numel()} fates for {rows} rows of {name}"
+        strange = set(fates.flatten().tolist()) - {int(fate) for fate in Fate}
+        if strange:
+            return f"declares the fate {min(strange)} for a row of {name}, which is no Fate"
+    return ""
+
+
+def _unwritten(kernel: Kernel, case: Case, inputs: Any, first: Ran, second: Ran) -> str:
+    owned, named = kernel.stage.live(case, inputs), kernel.stage.outputs(case, inputs)
+    for one, two in zip(first.memory, second.memory, strict=False):
         own = one.name in named and tuple(one.view.shape) == named[one.name].shape
-        live = _live(one, first.fates, owned, stage_output=own)
-        left = _forgotten(one, two, live)
-        if left is not None:
-            return f"leaves {one.name}{list(left)} unwritten, which is live"
+        kept = _forgotten(one, two, _live(one, first.fates, owned, stage_output=own))
+        if kept is not None:
+            place = f"{one.name}{[int(n) for n in kept.nonzero()[0]]}"
+            if own and len(named[one.name].axes) == kept.dim():
+                index = tuple(int(n) for n in kept.nonzero()[0])
+                place = f"{where(inputs, named[one.name], index)} of {one.name}"
+            return (
+                f"leaves {place} unwritten, which is live; {int(kept.sum())} of {kept.numel()} "
+                "elements keep what memory held before the call"
+            )
     return ""
 
 
@@ -67,9 +160,7 @@ def _each(mask: Tensor, output: Output) -> Tensor:
 def _fate_fault(output: Output, fates: Tensor | None) -> str:
     if fates is None or not output.view.numel():
         return ""
-    fates, rows = fates.cpu(), output.view.shape[:-1].numel()
-    if fates.numel() != rows and fates.shape != output.view.shape:
-        return f"declares {fates.numel()} fates for {rows} rows of {output.name}"
+    fates = fates.cpu()
     found = _bytes(output)
     for fate, byte, words in (
         (Fate.UNTOUCHED, output.poison, "writes"),
@@ -82,12 +173,13 @@ def _fate_fault(output: Output, fates: Tensor | None) -> str:
     return ""
 
 
-def _forgotten(first: Output, second: Output, live: Tensor | None) -> tuple[int, ...] | None:
-    """Return the index of an element that kept its poison under both fills, or None."""
+def _forgotten(first: Output, second: Output, live: Tensor | None) -> Tensor | None:
+    """Return a mask of the elements that kept their poison under both fills, None for no such."""
     if not first.view.numel():
         return None
-    # A byte that was written cannot equal both fills.
-    kept = ((_bytes(first) == first.poison) & (_bytes(second) == second.poison)).any(-1)
+    kept = (_bytes(first) == first.poison) & (_bytes(second) == second.poison)
+    # A number is stored whole; of a packed word a single byte may be forgotten.
+    left = kept.all(-1) if first.view.dtype.is_floating_point else kept.any(-1)
     if live is not None:
-        kept &= _each(live, first)
-    return tuple(int(n) for n in kept.nonzero()[0]) if bool(kept.any()) else None
+        left &= _each(live, first)
+    return left if bool(left.any()) else None

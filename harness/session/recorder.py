@@ -1,8 +1,8 @@
 """The recorder: what the checks of the running test say becomes the records of that test.
 
 Hypothesis calls a test body for many examples, so several calls with one `check` within a test
-are one record: outputs are summed, distances keep their extreme, and once one example has failed
-the last failing one speaks, because Hypothesis replays the minimal example last. The records of a
+are one record: outputs are summed, distances keep their extreme, the worst verdict stands, and of
+several that failed the last one speaks, because Hypothesis replays the minimal example last. The records of a
 test are handed on when it has finished, together with one for the test itself.
 """
 
@@ -79,7 +79,7 @@ def _fold(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the two calls of one check, `new` the later one, as one."""
     bad = SEVERITY["fail"]
     before, after = SEVERITY[old["verdict"]], SEVERITY[new["verdict"]]
-    folded = dict(new if after >= bad or before < after else old)
+    folded = dict(new if after > before or after == before >= bad else old)
     for name in _SUMS:
         known = [call[name] for call in (old, new) if call.get(name) is not None]
         folded |= {name: sum(known)} if known else {}

@@ -1,9 +1,12 @@
 """The parts of a session that need no process of their own: names, folding, a worker's GPU."""
 
+import itertools
+
 import pytest
 
 from moe_parity.harness.session import environment
 from moe_parity.harness.session.recorder import Recorder, item_name
+from moe_parity.reports.records import Record
 
 
 def test_names_of_items():
@@ -34,6 +37,39 @@ def test_examples_fold():
     assert (folded.mutant_distance, folded.nearest_mutant, folded.examples) == (18, "b", 3)
     skipped = _recorded({"verdict": "skip", "reason": "odd K"}, {"compared": 3}, {"compared": 4})
     assert (skipped.verdict, skipped.compared) == ("pass", 7)
+
+
+VERDICTS = ("skip", "pass", "fail", "error")
+
+
+@pytest.mark.parametrize("calls", list(itertools.product(VERDICTS, repeat=3)), ids="-".join)
+def test_the_worst_of_several_calls_stands(calls):
+    """In whatever order; of several as bad the last one speaks, and all outputs are summed."""
+    folded = _recorded(
+        *({"verdict": v, "message": f"{v} {n}", "compared": 1} for n, v in enumerate(calls))
+    )
+    worst = max(calls, key=VERDICTS.index)
+    assert folded.verdict == worst
+    assert folded.compared == folded.examples == 3
+    if worst in ("fail", "error"):
+        said = [f"{v} {n}" for n, v in enumerate(calls) if v == worst]
+        assert folded.message == said[-1]
+
+
+def test_an_expected_failure_is_no_failure():
+    """Its red checks are skips with the reason, its green ones stay, and so does what broke."""
+    taken: list[Record] = []
+    recorder = Recorder(device="cpu", seed=None, sink=taken.append)
+    item = recorder.start("test_x.py::test_y", {})
+    recorder.add({"check": "exact", "verdict": "fail", "message": "differs"})
+    recorder.add({"check": "finite", "verdict": "pass"})
+    item.expected_failure, item.skipped = True, "expected failure: issue 3"
+    recorder.finish()
+    assert [(r.check, r.verdict, r.reason) for r in taken] == [
+        ("exact", "skip", "expected failure: issue 3"),
+        ("finite", "pass", ""),
+        ("test", "skip", "expected failure: issue 3"),
+    ]
 
 
 @pytest.mark.parametrize(

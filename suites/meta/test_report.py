@@ -272,8 +272,34 @@ def test_coverage_counts_by_format_and_kernel():
 
 def test_a_failure_is_told_once():
     """A test's own record only repeats what its check said."""
-    names = [record.check for record in tables.failures(make(3, bad=2))]
-    assert names == ["exact", "exact"]
+    assert [f.record.check for f in tables.failures(make(3, bad=2))] == ["exact", "exact"]
+
+
+def test_one_fault_is_one_card():
+    """What else is red in the same test stands behind the check that says the cause."""
+    run = make(3, bad=1)
+    (bad,) = [record for record in run.checks if record.verdict == "fail"]
+    others = tuple(
+        replace(bad, id=bad.id.replace("exact", name), check=name, message=f"{name} is red")
+        for name in ("finite", "rerun")
+    )
+    run = replace(run, records=(*run.records, *others))
+    (failure,) = tables.failures(run)
+    assert failure.record == bad
+    assert failure.also == others
+    page, text = html.render(run), markdown.render(run)
+    assert page.count('class="card fail"') == 1
+    assert "also red: finite, rerun" in page
+    assert "Also red: finite, rerun" in text
+
+
+def test_no_distance_of_zero_stands_beside_a_difference():
+    """Codes a step apart, scales equal: the scales' 0 ulp would seem to speak of the codes."""
+    run = make(3, bad=1)
+    for ulp, shown in ((0, False), (3, True)):
+        records = tuple(replace(r, max_ulp=ulp) for r in run.records)
+        page = html.render(replace(run, records=records))
+        assert (f", at most {ulp} ulp" in page) == shown
 
 
 def test_contracts_and_kinds_of_skips_are_shown():
