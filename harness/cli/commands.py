@@ -23,7 +23,7 @@ _EXIT_CODES = """\
 exit status:
   0  every check that ran passed
   1  a check failed, or a test broke
-  2  bad input, usage or environment: one sentence on stderr says what
+  2  bad input, usage or environment, a full disk: one sentence on stderr says what
   3  incomplete: interrupted, nothing ran, or a test left no record
 """
 _FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv"}

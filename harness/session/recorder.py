@@ -2,8 +2,8 @@
 
 Hypothesis calls a test body for many examples, so several calls with one `check` within a test
 are one record: outputs are summed, distances keep their extreme, the worst verdict stands, and of
-several that failed the last one speaks, because Hypothesis replays the minimal example last. The records of a
-test are handed on when it has finished, together with one for the test itself.
+several that failed the last one speaks, because Hypothesis replays the minimal example last. The
+records of a test are handed on when it has finished, together with one for the test itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _LARGEST_CODE = 0x7E
 def embed(x: Tensor, hazard: Hazard) -> Tensor:
     """Return ``x`` [..., columns] as the hazard wants it: itself, with gaps, or transposed.
 
-    The gaps hold the largest number, not NaN, which most recipes ignore: reading one shows.
+    The gaps hold the largest number: an amax may skip a NaN (``quant.nan_amax``), never that.
     """
     if hazard is Hazard.TRANSPOSED:
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)

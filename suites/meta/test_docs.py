@@ -34,6 +34,7 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 QUANTIZER = ROOT / "examples/torch_act_quant.py"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 CODE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`((?:parity|pytest) [^`]*--[^`]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
 CHECK = ROOT / "docs/measurements/data/check-h200-2026-11-30.jsonl.xz"
@@ -188,9 +189,10 @@ def test_every_generator_has_its_place():
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Return (page, words) of every shell command in the documentation."""
+    """Return (page, words) of every command in the documentation, in a block or in a sentence."""
     found = []
     for page in PAGES:
+        found += [(page.name, shlex.split(line)) for line in INLINE.findall(page.read_text())]
         for block in CODE.findall(page.read_text()):
             for line in block.replace("\\\n", " ").splitlines():
                 for part in line.split(" && "):
@@ -199,19 +201,22 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_commands_exist():
-    """Each `parity` command parses, each pytest command names a path and a selection that exist."""
+def test_commands_exist(pytestconfig: pytest.Config):
+    """Each `parity` command parses; each of pytest has options, paths and selections that exist."""
     seen = Counter()
     for page, words in commands():
         name, args = words[0].rpartition("/")[2], words[1:]
         seen[page, name] += 1
         if name == "parity":
-            cli._parser().parse_args(args)
+            numbered = ["7" if word == "N" else word for word in args]
+            cli._parser().parse_args(numbered)
             for value in [args[n + 1] for n, word in enumerate(args) if word == "--kernel"]:
                 assert not value.startswith("examples/") or (ROOT / value).is_file(), value
-            if args[0] == "repro":
+            if args[0] == "repro" and not args[1].startswith("<"):
                 parse_id(args[1])
         if name == "pytest":
+            unknown = pytestconfig._parser.parse_known_and_unknown_args(args)[1]
+            assert not unknown, f"{page}: {unknown}"
             assert (ROOT / args[0]).exists(), f"{page}: {args[0]}"
             for option in ("-k", "-m"):
                 if option in args:

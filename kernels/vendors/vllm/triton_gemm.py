@@ -29,7 +29,11 @@ def _supports_gemm(case: Case, device: str) -> str | None:
 
 
 def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:
-    """Swap-AB, with the other scale order, for tiles below 64 rows: up to 64 tokens by default."""
+    """Swap-AB, with the other scale order, for tiles below 64 rows.
+
+    The call takes the default configuration, whose tiles have 16 rows up to 64 tokens; a tuned one
+    may keep them longer.
+    """
     return (VLLM_TRITON_SWAP,) if case.m <= 64 else (VLLM_TRITON,)
 
 

@@ -31,8 +31,8 @@ def swiglu(
 ) -> Tensor:
     """Return fp32 [P, I] of BF16 rows [P, 2 * I], BF16 numbers where the recipe rounds.
 
-    ``limit`` clamps, None does not; NaN passes a clamp, as min and max of a GPU's comparison do
-    not: see :func:`_at_most`.
+    ``limit`` clamps, None does not.  No NaN passes a clamp: one in the gate becomes the limit, one
+    in up the limit or its negative (``swiglu.clamp_nan``), as min and max of a GPU do.
     """
     gate, up = to_f32(gate_up).chunk(2, dim=1)
     clamp = limit is not None and recipe.clamp_order is not ClampOrder.IGNORED
