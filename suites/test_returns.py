@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_parity.harness.checks.flow import check
 from moe_parity.kernels import Call, Fate, Produced, registry
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Hazard, Values
+from moe_parity.references.language import Case, Contract, Hazard, ScaleLayout, Values
 from moe_parity.references.recipes.deepgemm import DEEPGEMM_GEMM
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
@@ -204,6 +204,32 @@ def test_what_is_done_to_the_tensors_of_the_call_no_judge_sees():
     found = red(kernel_of("fc1", disowns), CASES["fc1"])
     assert "leaves token 0, k 0, column 0 (expert 0) of rows unwritten" in found["exact"]
     assert "unwritten, which is live" in found["write_set"]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "last", "green"),
+    [(0, None, True), (0, 0, True), (None, None, False), (0, 1, False), (1, None, False)],
+    ids=["zeros", "zeros-to-the-end", "left", "junk-at-the-end", "junk"],
+)
+def test_padding_that_must_be_zero(gaps: float | None, last: float | None, green: bool):
+    """33 rows in columns of 36: three words between columns, and three after the last one."""
+
+    def pads(call: Call) -> dict[str, Tensor]:
+        made = call.stage.reference(call.case, call.inputs, OURS)
+        out = {name: call.new(name).copy_(made[name]) for name in ("codes", "scales")}
+        scales = out["scales"]
+        assert scales.stride() == (1, 36)
+        whole = scales.as_strided((4, 36), (36, 1))
+        if gaps is not None:
+            whole[:3, 33:] = gaps
+        if last is not None:
+            whole[3, 33:] = last
+        return out
+
+    case = dataclasses.replace(CASES["act_quant"], m=33, layout=ScaleLayout.TMA)
+    kernel = dataclasses.replace(kernel_of("act_quant", pads), contract=Contract(pads_zero=True))
+    found = red(kernel, case)
+    assert set(found) == (set() if green else {"write_set"})
 
 
 def _registered(**options: Any) -> Any:

@@ -138,6 +138,40 @@ def test_a_fate_that_means_nothing_is_refused(fates: dict[str, int], words: str)
     assert words in red(kernel_of("combine", declares), CASES["combine"])["write_set"]
 
 
+@pytest.mark.parametrize("fates", [None, [1, 2], {"out": [0, 0]}], ids=["none", "list", "of-lists"])
+def test_fates_that_are_no_tensors_are_refused(fates: object):
+    """In a sentence, as every other wrong return."""
+
+    def declares(call: Call) -> Produced:
+        return Produced(outputs=right(call), fates=fates)
+
+    message = red(kernel_of("combine", declares), CASES["combine"])["exact"]
+    assert "expected a mapping from the name of an output to an int8 tensor" in message
+
+
+def test_what_a_kernel_sets_for_its_process_ends_with_its_call():
+    """Otherwise the reference would compute under it, and agree."""
+
+    def flushes(call: Call) -> dict[str, Tensor]:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.set_flush_denormal(True)
+        return right(call)
+
+    def leaves_it_so(call: Call) -> dict[str, Tensor]:
+        out = right(call)
+        torch.set_flush_denormal(True)
+        return out
+
+    assert (
+        "differs from recipe" in red(kernel_of("act_quant", flushes), CASES["act_quant"])["exact"]
+    )
+    assert not red(kernel_of("act_quant", leaves_it_so), CASES["act_quant"])
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+    assert float(torch.tensor(2.0**-149) * 1) > 0
+
+
 # --- numbers ------------------------------------------------------------------------------------
 
 CODED = ("act_quant", "weight_quant", "swiglu_quant")

@@ -58,6 +58,22 @@ def _named(name: str, call: Call, returned: object, wanted: list[str]) -> Mappin
     return returned
 
 
+def declared(name: str, returned: object) -> Mapping[str, Tensor]:
+    """Return the fates that kernel ``name`` declares by the name of an output.
+
+    Raises BadOutput, in a sentence, for what is no mapping of names to tensors.
+    """
+    if not isinstance(returned, Produced):
+        return {}
+    fates: object = returned.fates
+    if not isinstance(fates, Mapping) or not all(isinstance(f, Tensor) for f in fates.values()):
+        raise BadOutput(
+            f"{name} returned fates as {fates!r:.60}, expected a mapping from the name of an "
+            "output to an int8 tensor."
+        )
+    return fates
+
+
 def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
     if wanted.kind is Kind.CODES and tensor.dtype is wanted.codes.dtype:
         tensor = tensor.view(torch.uint8)

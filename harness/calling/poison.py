@@ -29,6 +29,8 @@ class Output:
     poison: int
     owned: int
     """Bytes from the view's start to its last element."""
+    tail: int
+    """Bytes after them that pad the last row of the layout."""
 
     def written_bytes(self) -> Tensor:
         """Return a mask over the storage: bytes that belong to the view."""
@@ -41,13 +43,16 @@ class Output:
     def trespass(self, pads_zero: bool) -> int | None:
         """Return the byte offset, relative to the output, of a wrong byte beside it, or None.
 
-        Guards and gaps must be as they were; with ``pads_zero`` the gaps must be zeros instead.
+        Guards and gaps must be as they were; with ``pads_zero`` the gaps must be zeros instead, and
+        what pads the last row may be.
         """
         storage = self.storage.cpu()
         wrong = ~self.written_bytes()
-        inside = torch.zeros_like(wrong)
-        inside[GUARD : GUARD + self.owned] = pads_zero
+        end = GUARD + self.owned
+        inside, last = torch.zeros_like(wrong), torch.zeros_like(wrong)
+        inside[GUARD:end] = last[end : end + self.tail] = pads_zero
         wrong &= torch.where(inside, storage != 0, storage != self.poison)
+        wrong &= ~(last & (storage == 0))
         return int(wrong.nonzero()[0, 0]) - GUARD if bool(wrong.any()) else None
 
 
@@ -81,6 +86,7 @@ class PoisonedAllocator:
                 storage=storage,
                 poison=fill,
                 owned=extent * size,
+                tail=pad * size,
             )
         )
         return view

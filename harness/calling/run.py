@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.canonical import canonical
+from moe_parity.harness.calling.canonical import canonical, declared
 from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
-from moe_parity.kernels import Call, Kernel, Produced
+from moe_parity.kernels import Call, Kernel
 from moe_parity.references.language import Case
 
 
@@ -42,7 +42,7 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     new = PoisonedAllocator(device=str(device), poison=poison, names=names)
     call = Call(case=case, stage=kernel.stage, inputs=_aliased(inputs), allocate=new)
     try:
-        with poisoned_empty():
+        with poisoned_empty(), settings_kept():
             returned = kernel.run(call)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -50,7 +50,7 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
         input_kept = kept.put_back()
     return Ran(
         outputs=canonical(kernel.name, call, returned), memory=new.outputs,
-        fates=returned.fates if isinstance(returned, Produced) else {}, input_kept=input_kept,
+        fates=declared(kernel.name, returned), input_kept=input_kept,
     )  # fmt: skip
 
 
@@ -102,6 +102,24 @@ def poisoned_empty() -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Take back what a kernel sets for its process: references compute under the settings before.
+
+    Whether the CPU flushes subnormals cannot be asked; nothing of ours ever sets it.
+    """
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        torch.set_flush_denormal(False)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
