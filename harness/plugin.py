@@ -220,6 +220,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     session.notes.extend(environment.misspelt())
     config.stash[SESSION] = session
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        # a kernel that crashes is left alone after some cases: no need to end the run for it
+        config.option.maxworkerrestart = "1000"
     config.pluginmanager.register(session, "moe-parity-session")
 
 

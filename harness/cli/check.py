@@ -149,8 +149,9 @@ class Watcher:
                 self.console.print(f"{self._done:,} of {self._total:,}", highlight=False)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Show a file that cannot be collected."""
-        if report.failed:
+        """Show a file that cannot be collected, once for all workers."""
+        if report.failed and report.nodeid not in self._failed:
+            self._failed.add(report.nodeid)
             self._show(report.nodeid, report)
 
     def _show(self, nodeid: str, report: pytest.TestReport | pytest.CollectReport) -> None:

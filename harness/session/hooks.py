@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,8 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from moe_parity.harness.session import environment, provenance
-from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label, item_name
+from moe_parity.harness.session.distrust import complaints
+from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label
 from moe_parity.harness.session.skips import LOST_GPU, skip_test, why_of
 from moe_parity.harness.session.watch import TOO_MANY, Overrun, Watch, install, last_words
 from moe_parity.references.errors import ParityError
@@ -35,7 +35,6 @@ from moe_parity.reports.records import (
     Run,
     RunEnd,
     RunInfo,
-    count,
     from_json,
     to_line,
 )
@@ -175,6 +174,17 @@ class Session:
         """Remember what a worker collected."""
         self._collected |= set(ids)
 
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Limit the time of a file: the functions of a kernel are asked while it is collected."""
+        self._watch.begin(f"collecting {collector.nodeid}", {})
+        with self._watch.limit():
+            report = yield
+        self._watch.end()
+        return report
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Record a file that could not be collected, or was skipped whole."""
         if report.passed:
@@ -185,7 +195,9 @@ class Session:
             item.skipped = reason_of(report)
         else:
             lines = [line for line in report.longreprtext.splitlines() if line.strip()]
-            item.failed = f"cannot be collected: {lines[-1].removeprefix('E').strip()[:2000]}"
+            text = lines[-1].removeprefix("E").strip()[:2000]
+            hung = text.startswith("Overrun: ")
+            item.failed = text.removeprefix("Overrun: ") if hung else f"cannot be collected: {text}"
         self._extra += self.recorder.records(item)
 
     # --- one test ------------------------------------------------------------------------------
@@ -271,6 +283,14 @@ class Session:
         """Learn from a worker that it could not write; note one that died between tests."""
         self._stop = self._stop or getattr(node, "workeroutput", {}).get("moe_parity_stop", "")
         self._down = node.gateway.id
+        assert self._parts is not None
+        entry, sentence = last_words(self._parts, self._down, self.timeout)
+        while_collecting = str(entry.get("nodeid", "")).partition("collecting ")[2]
+        if while_collecting:
+            self._extra += self.recorder.records(Item(while_collecting, failed=f"{sentence}."))
+            self.notes += [] if f"{sentence}." in self.notes else [f"{sentence}."]
+            # another worker would go the same way
+            self.config.pluginmanager.getplugin("dsession")._max_worker_restart = 0
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
@@ -344,43 +364,19 @@ class Session:
             self.notes.append(f"report: {write_all(run, out)}")
 
     def _distrust(self, records: tuple[Record, ...], status: int) -> int:
-        """Note whatever makes a session prove less than it seems to; return its exit status.
-
-        A cause is said once: what was not written, or not chosen, explains what is missing.
-        """
-        tests = [record for record in records if record.check == ITEM_CHECK]
-        complaints: list[tuple[str, int]] = []
-        asked = self._asked()
-        lost = sorted(self._collected - {record.nodeid for record in tests})
-        if lost and not self._stop:
-            text = f"{len(lost):,} of {count(len(self._collected), 'collected test')} left no "
-            complaints.append((f"{text}record, the first is {lost[0]}", 1))
-        names = Counter(item_name(nodeid)[1] for nodeid in self._collected)
-        for name in sorted(name for name, times in names.items() if times > 1):
-            complaints.append((f"several tests are called {name}: rename all but one", 1))
-        if not lost and all(record.verdict == "skip" for record in tests):
-            whose = f" of {', '.join(sorted(self.selected))}" if self.selected else ""
-            why = f"{count(len(tests), 'test')} chosen, all skipped"
-            why = why if tests else f"no test{whose} {asked or 'chosen'}"
-            complaints.append((f"nothing ran: {why}", int(pytest.ExitCode.NO_TESTS_COLLECTED)))
-        elif not (lost or asked or any(record.verdict == "error" for record in tests)):
-            for kernel in sorted((self.selected or set()) - {record.kernel for record in records}):
-                complaints.append((f"no test is about the kernel {kernel}", 1))
-        if any(record.verdict in ("fail", "error") for record in records):
-            complaints.append(("", 1))
-        self.notes += [sentence for sentence, _ in complaints if sentence]
-        return status or next((worth for _, worth in complaints), 0)
-
-    def _asked(self) -> str:
-        """Return in words by which expressions tests were chosen, empty for none."""
+        """Note whatever makes a session prove less than it seems to; return its exit status."""
         option = self.config.option
-        given = [f"{o} {e!r}" for o, e in (("-k", option.keyword), ("-m", option.markexpr)) if e]
-        if not given:
-            return ""
-        return (
-            f"matches {' and '.join(given)}; -k takes words of ids, the default ones too, -m the "
-            "marker moe (docs/ids.md has both)"
+        known = complaints(
+            records,
+            collected=self._collected,
+            kernels=self.selected or frozenset(),
+            expressions={"-k": option.keyword, "-m": option.markexpr},
+            stopped=bool(self._stop),
         )
+        self.notes += [complaint.sentence for complaint in known if complaint.sentence]
+        if any(record.verdict in ("fail", "error") for record in records):
+            status = 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status
+        return status or next((complaint.status for complaint in known), 0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write the notes."""
