@@ -165,7 +165,8 @@ def test_a_full_disk_is_one_sentence_and_status_2(suite, workers):
     suite.write("@pytest.mark.parametrize('i', range(99))\ndef test_many(i): pass\n")
     done = subprocess.run(
         command(suite.folder, "--parity-out=out", workers), cwd=suite.folder,
-        env=clean(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, check=False, timeout=60, preexec_fn=small_files,
+        env=clean(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, check=False,
+        timeout=60, preexec_fn=small_files,
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
