@@ -155,6 +155,62 @@ def test_a_kernel_without_a_fault_is_green(stage: str):
     assert sum(v.verdict == "pass" for v in verdicts) >= 4
 
 
+# --- every output, every input ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_in_any_output_is_red(stage: str):
+    """One bit of one output; of a layer the check of the stage that makes it, and of no other."""
+    case = CASES[stage]
+    inputs = STAGES[stage].inputs(case)
+    for name in STAGES[stage].outputs(case, inputs):
+
+        def flips(call: Call, name: str = name) -> dict[str, Tensor]:
+            out = right(call)
+            live = call.stage.live(call.case, call.inputs).get(name)
+            row = 0 if live is None else int(live.nonzero()[0, 0])
+            values = out[name][row].view(-1)
+            values.view(torch.uint8)[:1] ^= 1
+            return out
+
+        found = {check for check in red(kernel_of(stage, flips), case) if check.startswith("exact")}
+        if stage != "layer":
+            assert found == {"exact"}, name
+            continue
+        made = following()(Call(case=case, stage=STAGES[stage], inputs=inputs, allocate=_plain))
+        makers = {
+            f"exact_{inner.stage}"
+            for inner in STAGES[stage].inner(case, inputs, made)
+            if any(got.data_ptr() == made[name].data_ptr() for got in inner.got.values())
+        }
+        last = name == list(made)[-1]
+        assert found >= (makers | ({"exact_layer"} if last else set())), name
+        assert makers or last, name
+
+
+def _plain(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writing_to_any_input_is_red(stage: str):
+    """Whichever tensor it is; what was written is taken back before anything is compared."""
+    case = CASES[stage]
+    count = len(STAGES[stage].handed(STAGES[stage].inputs(case)))
+    for number in range(count):
+
+        def spoils(call: Call, number: int = number) -> dict[str, Tensor]:
+            out = right(call)
+            target = call.stage.handed(call.inputs)[number]
+            if target.numel():
+                target.view(-1).view(torch.uint8)[:1] ^= 1
+            return out
+
+        assert set(red(kernel_of(stage, spoils), case)) == {"input_kept"}, number
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 STRIDED = [name for name in STAGES if "hazard" in STAGES[name].reads]
