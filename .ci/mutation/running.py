@@ -22,7 +22,7 @@ from mutation.settings import ROOT, Config
 
 PACKAGES = ("references", "kernels", "harness", "suites", "reports")
 COPIED = (*PACKAGES, "examples", "docs")
-PYTEST = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "--parity-device=cpu")
+PYTEST = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=no")
 
 
 def copy_tree(at: Path) -> None:
@@ -51,7 +51,8 @@ def copy_tree(at: Path) -> None:
 def environment(at: Path, *, bytecode: bool = False) -> dict[str, str]:
     """Return the environment of tests in a copy: one core, no GPU, the same cases every time."""
     own = {
-        "PYTHONPATH": str(at), "MOE_PARITY_PROFILE": "ci", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(at), "MOE_PARITY_PROFILE": "ci", "MOE_PARITY_DEVICE": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
     }  # fmt: skip
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MOE_PARITY_"))}

@@ -83,8 +83,7 @@ class Session:
         self.path, self.head = path, {}
         self.mutants: list[Change] = []
         self.results: dict[int, dict[str, Any]] = {}
-        # A process that was killed may have left half a line, which is no result.
-        for text in path.read_text().split("\n")[:-1]:
+        for text in self._whole().splitlines():
             line = json.loads(text)
             if "mutant" in line:
                 self.mutants.append(Change(**line["mutant"]))
@@ -92,6 +91,18 @@ class Session:
                 self.results[line["result"]] = line
             else:
                 self.head = line
+
+    def _whole(self) -> str:
+        """Return the lines that end; a process that was killed may have left half a one."""
+        text = self.path.read_text()
+        return text[: text.rfind("\n") + 1]
+
+    def open(self) -> TextIO:
+        """Return the file, to add results at its end."""
+        whole = self._whole().encode()
+        stream = self.path.open("a")
+        stream.truncate(len(whole))
+        return stream
 
     def add(self, stream: TextIO, number: int, result: dict[str, Any]) -> None:
         """Write the result of a mutant, at once."""
