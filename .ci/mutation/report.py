@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mutation.settings import Config, Session
-
-DEAD = ("killed", "timeout", "does not import", "crashed")
+from mutation.settings import DEAD, Config, Session
 
 
 def table(session: Session, config: Config) -> tuple[list[str], dict[int, str], float]:

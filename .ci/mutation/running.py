@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import queue
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mutation.changes import Change, Refusal, apply
-from mutation.settings import ROOT, Config
+from mutation.settings import ROOT, Config, Session
 
 PACKAGES = ("references", "kernels", "harness", "suites", "reports")
 COPIED = (*PACKAGES, "examples", "docs")
@@ -86,6 +88,8 @@ class Tests:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.alive.add(process)
+        if self.stopped.is_set():
+            kill(process)
         # A mutant that asks for all memory is refused it, and takes no neighbour with it.
         resource.prlimit(process.pid, resource.RLIMIT_AS, (self.memory, self.memory))
         try:
@@ -136,6 +140,8 @@ def baselines(
     limits = {}
     with ThreadPoolExecutor(workers) as pool:
         for group, found in zip(groups, pool.map(one, groups), strict=True):
+            if tests.stopped.is_set():
+                return {}
             if found.outcome != "survived":
                 raise Refusal(
                     f"the tests of a selection are not green on the code as it is ({found.outcome}"
@@ -145,6 +151,45 @@ def baselines(
             of = ", ".join(m for m, own in config.selections.items() if own == group)
             print(f"baseline {found.seconds:6.1f} s  {of}", flush=True)
     return limits
+
+
+def run_all(
+    config: Config, session: Session, left: Sequence[int], tests: Tests, workers: int
+) -> None:
+    """Run these mutants, each worker in a copy of its own, until they are done or stopped."""
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    groups = sorted({config.selections[session.mutants[number].module] for number in left})
+    lock = threading.Lock()
+
+    def one(number: int) -> None:
+        if tests.stopped.is_set():
+            return
+        made, tree = session.mutants[number], trees.get()
+        group = config.selections[made.module]
+        try:
+            outcome = mutated(made, tree, lambda: tests.run(tree, group, limits[group]))
+        finally:
+            trees.put(tree)
+        with lock:
+            # What was ended from outside says nothing about the mutant.
+            if not tests.stopped.is_set():
+                session.add(stream, number, dataclasses.asdict(outcome))
+                print(said(len(session.results), len(session.mutants), made, outcome), flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, session.open() as stream:
+        first = Path(folder).resolve() / "0"
+        copy_tree(first)
+        limits = baselines(config, groups, first, tests, workers)
+        trees.put(first)
+        for number in range(1, min(workers, len(left))):
+            trees.put(Path(shutil.copytree(first, first.with_name(str(number)), symlinks=True)))
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                for future in [pool.submit(one, number) for number in left]:
+                    future.result()
+            except BaseException:
+                tests.stop()
+                raise
 
 
 def mutated(made: Change, tree: Path, test: Callable[[], Outcome]) -> Outcome:

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 from mutation.changes import Change, Refusal, places
 
 ROOT = Path(__file__).resolve().parents[2]
+DEAD = ("killed", "timeout", "does not import", "crashed")
+"""The outcomes in which tests noticed a mutant."""
 CONFIG = ROOT / ".ci" / "mutation.toml"
 
 
@@ -91,6 +93,14 @@ class Session:
                 self.results[line["result"]] = line
             else:
                 self.head = line
+
+    def awaits(self, number: int, config: Config, *, again: bool) -> bool:
+        """Say whether a mutant has no result, or, once more, whether it survived unexplained."""
+        result = self.results.get(number)
+        if result is None:
+            return True
+        unexplained = self.mutants[number].key not in config.equivalent
+        return again and result["outcome"] not in DEAD and unexplained
 
     def _whole(self) -> str:
         """Return the lines that end; a process that was killed may have left half a one."""
