@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -214,3 +215,73 @@ def test_what_is_counted(tmp_path: Path):
     assert lines[-1] == "| all | 7 | 1 | 2 | 1 | 2 | 1 | 66.7 |"
     assert reasons == {4: "", 5: "", 6: "why"}
     assert percent == pytest.approx(200 / 3)
+
+
+RECORDER = "harness/session/recorder.py"
+NAMES = "suites/meta/test_recorder.py::test_names_of_items"
+
+
+def mutants_of_the_recorder(path: Path, *changed: tuple[str, str]) -> settings.Session:
+    source = (ROOT / RECORDER).read_text()
+    lines: list[dict[str, object]] = [{"of": {RECORDER: 2}, "seed": 0}]
+    for old, new in changed:
+        assert old in source
+        made = changes.change(RECORDER, "core/X", source, source.replace(old, new, 1))
+        lines.append({"mutant": vars(made)})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return settings.Session(path)
+
+
+def config_of(tests: tuple[str, ...]) -> settings.Config:
+    return settings.Config({RECORDER: tests}, {}, re.compile("x"), 9.0, 60.0, 2**36)
+
+
+def test_a_session_is_run_to_its_end(tmp_path: Path):
+    """One mutant that its test notices, one that is words; the code itself is left as it is."""
+    before = (ROOT / RECORDER).read_text()
+    kept = mutants_of_the_recorder(
+        tmp_path / "s", ("def item_name", "def item_nam"), ("are one record", "are two records")
+    )
+    running.run_all(config_of((NAMES,)), kept, [0, 1], running.Tests(2**36), 2)
+    again = settings.Session(kept.path)
+    assert [again.results[n]["outcome"] for n in (0, 1)] == ["does not import", "survived"]
+    assert not again.awaits(0, config_of(()), again=True)
+    assert again.awaits(1, config_of(()), again=True)
+    assert not again.awaits(1, config_of(()), again=False)
+    assert (ROOT / RECORDER).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [((NAMES, "-k", "nothing"), "no tests"), (("suites/absent.py",), "does not import")],
+)
+def test_a_selection_that_is_not_green_is_refused(tests: tuple[str, ...], why: str, tmp_path: Path):
+    kept = mutants_of_the_recorder(tmp_path / "s", ("are one record", "are two records"))
+    with pytest.raises(changes.Refusal, match=rf"not green on the code as it is \({why}"):
+        running.run_all(config_of(tests), kept, [0], running.Tests(2**36), 1)
+    assert not settings.Session(kept.path).results
+
+
+def test_what_a_limit_cuts_off_has_no_result(tmp_path: Path):
+    kept = mutants_of_the_recorder(tmp_path / "s", ("are one record", "are two records"))
+    tests = running.Tests(2**36)
+    tests.stop()
+    running.run_all(config_of((NAMES,)), kept, [0], tests, 1)
+    assert not settings.Session(kept.path).results
+
+
+def test_the_command_refuses_in_a_sentence(tmp_path: Path):
+    def mutate(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / ".ci/mutate"), *words]
+        return subprocess.run(command, text=True, capture_output=True)
+
+    absent = mutate("run", "--session", str(tmp_path / "s"))
+    assert absent.returncode == 2
+    assert absent.stderr == (
+        f"mutate: there is no session {tmp_path}/s; make one with: .ci/mutate init.\n"
+    )
+    kept = session(tmp_path / "s", ["killed", "survived"])
+    given = mutate("report", "--session", str(kept.path), "--at-least", "51")
+    assert (given.returncode, given.stderr) == (1, "")
+    assert "-a = 1\n+a = 11" in given.stdout
+    assert mutate("report", "--session", str(kept.path), "--at-least", "50").returncode == 0
