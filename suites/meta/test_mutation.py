@@ -94,11 +94,11 @@ def test_a_module_that_was_edited_is_refused():
 
 
 SOURCE = '''"""1 + 1 in words."""
-x: int | None = 1 + 2
+x: Lit[3] | None = 1 + 2
 
 
 @deco(size=4)
-def f(a: int | str = 5) -> int | None:
+def f(a: int | str = 5, /, *, b) -> int | None:
     if a < 6:
         raise ValueError("at" + f"{a + 7}")
     return g(*a, a[-8])
@@ -110,9 +110,10 @@ def test_mutants_are_code_and_not_words():
     excluded = settings.configuration().excluded
     found = {made.becomes.strip() for made in changes.mutants("m.py", SOURCE, excluded)}
     assert {re.sub(r" +", " ", text) for text in found} == {
-        "x: int | None = 2 + 2", "x: int | None = 0 + 2", "x: int | None = 1 + 3",
-        "x: int | None = 1 + 1", "x: int | None = 1 - 2", "def f(a: int | str = 6) -> int | None:",
-        "def f(a: int | str = 4) -> int | None:", "if a < 7:", "if a < 5:", "if a <= 6:",
+        "x: Lit[3] | None = 2 + 2", "x: Lit[3] | None = 0 + 2", "x: Lit[3] | None = 1 + 3",
+        "x: Lit[3] | None = 1 + 1", "x: Lit[3] | None = 1 - 2",
+        "def f(a: int | str = 6, /, *, b) -> int | None:",
+        "def f(a: int | str = 4, /, *, b) -> int | None:", "if a < 7:", "if a < 5:", "if a <= 6:",
         "if a >= 6:", "if a > 6:", "if not a < 6:", "return g(*a, a[- 9])", "return g(*a, a[- 7])",
         "return g(*a, a[8])",
     }  # fmt: skip
@@ -262,12 +263,19 @@ def test_a_selection_that_is_not_green_is_refused(tests: tuple[str, ...], why: s
     assert not settings.Session(kept.path).results
 
 
-def test_what_a_limit_cuts_off_has_no_result(tmp_path: Path):
+def test_what_a_limit_cuts_off_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept = mutants_of_the_recorder(tmp_path / "s", ("are one record", "are two records"))
     tests = running.Tests(2**36)
-    tests.stop()
+
+    def cut_off(*_: object) -> running.Outcome:
+        tests.stop()
+        return running.Outcome("crashed", "signal 9", 1.0)
+
+    monkeypatch.setattr(running, "mutated", cut_off)
     running.run_all(config_of((NAMES,)), kept, [0], tests, 1)
+    assert tests.stopped.is_set()
     assert not settings.Session(kept.path).results
+    assert tests.run(tmp_path, ["absent"], 60).by == "signal 9"
 
 
 def test_the_command_refuses_in_a_sentence(tmp_path: Path):
