@@ -51,7 +51,7 @@ def compare() -> int:
         s_w = s_w.unflatten(0, (experts, -1))
         expert = torch.arange(rows) % (experts + 1) - 1
         expert[rows // 2 :] = experts - 1
-        for nan in (False, True) if number == 1 else (False,):
+        for nan in (False, True) if number == 0 else (False,):
             a[-1, 3] = w[experts - 1, 5, 7] = E4M3.nan if nan else 1
             got = chain_triton.grouped(a, s_a, w, s_w, expert, recipe)
             want = reference.grouped_plain(a, s_a, w, s_w, expert, recipe)
