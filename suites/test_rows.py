@@ -98,7 +98,7 @@ def test_first_blocks_carry_over_from_tile_to_tile(experts: int, parity_device: 
     """Against a running sum of the blocks; more than a tile of spare blocks behind the last one."""
     kernels = pytest.importorskip("moe_parity.kernels.ours.align_kernels", reason="needs Triton")
     virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
-    counts = random_bits.integers(2, "counts", experts, below=50, device=parity_device).int()
+    counts = random_bits.integers(2, "counts", 1, experts, below=50, device=parity_device)[0].int()
     used = (counts + 15) // 16
     total = int(used.sum())
     starts, owners = torch.full_like(counts, -7), torch.full((total + 700,), 99).to(counts)
