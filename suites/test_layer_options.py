@@ -118,6 +118,24 @@ def test_limits_of_the_experts(made):
     )
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(m=17, e=1, k=1, h=384, i=128),
+        Case(m=1, e=5, k=1, h=1536, i=128, scale=ScaleFormat.UE8M0),
+        Case(m=1, e=1, k=1, h=3584, i=128),
+    ],
+    ids=lambda case: case.id,
+)
+def test_hidden_sizes_that_are_no_power_of_two(case: Case, parity_device: str):
+    """Three, 12 and 28 blocks; 1,536 and 3,584 are no multiple of the 1,024 columns of a sum."""
+    made = layer_inputs(case, parity_device)
+    want = comparable(expected(made))
+    for path in ("decode", "large"):
+        got = call(made, path=path, power_of_two=case.scale.is_power_of_two)
+        assert torch.equal(comparable(got), want), path
+
+
 @pytest.mark.parametrize(("alpha", "beta"), [(1.702, 1.0), (1.0, 0.5), (2.0, 0.0)])
 def test_alpha_and_beta(alpha: float, beta: float, made):
     got = call(made, alpha=alpha, beta=beta, limit=1.0)
