@@ -114,12 +114,13 @@ def test_first_blocks_carry_over_from_tile_to_tile(experts: int, parity_device: 
 
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize(("pairs", "experts"), [(129, 5), (513, 1025), (1024, 3)])
-def test_one_program_aligns_as_three_launches_do(
-    pairs: int, experts: int, block: int, parity_device: str
-):
-    """The small form is right past the 128 pairs up to which it is taken."""
+def test_one_program_aligns_as_three_launches_do(pairs: int, experts: int, block: int):
+    """The small form is right past the 128 pairs up to which it is taken.
+
+    On the virtual GPU alone: a real one compares a million pairs of pairs in no program.
+    """
     steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
-    ids = random_bits.integers(3, "ids", pairs, 1, below=experts + 3, device=parity_device) - 1
+    ids = random_bits.integers(3, "ids", pairs, 1, below=experts + 3) - 1
     got = steps.align(ids, 1, experts, block, most=pairs)
     want = place(local_expert(ids, 1, experts), experts, block)
     used = want.used // block
@@ -143,6 +144,16 @@ def test_bad_ids_are_refused():
         steps.align(torch.zeros(2, 2, dtype=torch.int16), 0, 1, 16)
     with pytest.raises(ParityError, match="ids must be contiguous"):
         steps.align(torch.zeros(4, 2, dtype=torch.int32).t(), 0, 1, 16)
+
+
+@pytest.mark.parametrize(("pairs", "launches"), [(0, 0), (1, 1), (128, 1), (129, 3)])
+def test_up_to_128_pairs_take_one_launch(pairs: int, launches: int, parity_device: str):
+    steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+    virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
+    ids = torch.zeros(pairs, 1, dtype=torch.int32, device=parity_device)
+    with virtual_gpu.record() as tape:
+        steps.align(ids, 0, 2, 16)
+    assert len(tape.launches) == launches
 
 
 def partitions(total: int, parts: int, largest: int):

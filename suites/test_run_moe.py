@@ -222,6 +222,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         experts(w2=lambda w: w[0]),
         "experts: w13 must be [E, 2 I, H] and w2 [E, H, I], got [3, 256, 384] and [384, 128].",
     ),
+    "first": (
+        lambda a: {"experts": dataclasses.replace(a["experts"], first=-1)},
+        "experts: first must be a global expert id, got -1.",
+    ),
     "hidden": (
         experts(w13=lambda w: w[..., :200]),
         "experts: H = 200 and 2 I = 256 must be multiples of 128 and 256 (the scale's block).",

@@ -86,6 +86,8 @@ def check_experts(experts: Experts) -> None:
         )
     count, double, hidden = experts.w13.shape
     width = double // 2
+    if experts.first < 0:
+        raise ParityError(f"experts: first must be a global expert id, got {experts.first}.")
     if hidden % BLOCK or width % BLOCK or double % 2:
         raise ParityError(
             f"experts: H = {hidden} and 2 I = {double} must be multiples of 128 and 256 (the "
