@@ -138,10 +138,44 @@ def test_prewarm_meets_every_class(topk: int, monkeypatch):
     assert seen == warmed, f"not prewarmed: {sorted(map(str, seen - warmed))}"
 
 
+def test_prewarm_makes_the_calls_that_are_named(monkeypatch):
+    """Both paths at each number of tokens, with the options given; tokens may be any iterable."""
+    made = layer_inputs(Case(e=4, h=256, i=128), spoil=False)
+    calls = []
+
+    def run_moe(x, ids, weights, experts, **options):
+        assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
+        assert ids.shape == weights.shape == (x.shape[0], 3)
+        assert x.shape[1] == 256
+        assert experts is made.experts
+        # No pair is anybody's: nothing is computed on weights that may hold anything.
+        assert bool((ids == -1).all())
+        calls.append((x.shape[0], options))
+
+    monkeypatch.setattr(moe, "run_moe", run_moe)
+    options = {"limit": 7.0, "clamp": "after", "power_of_two": True}
+    assert moe.prewarm(made.experts, topk=3, tokens=iter((5, 1)), **options) == 4
+    assert [count for count, _ in calls] == [5, 5, 1, 1]
+    assert [given for _, given in calls] == [{**options, "path": path} for path in moe.Path] * 2
+    assert moe.prewarm(made.experts, topk=3, tokens=()) == 0
+    assert moe.prewarm(made.experts, topk=3) == 2 * len(moe.token_classes(3))
+    plain = {"limit": None, "clamp": "before", "power_of_two": False}
+    assert calls[-1][1] == {**plain, "path": moe.Path.LARGE}
+
+
+def test_prewarm_runs_on_the_weights_that_are_given(parity_device: str):
+    """Experts that hold NaN throughout, since they are not loaded yet, are never read."""
+    made = layer_inputs(Case(m=0, e=3, h=256, i=128), parity_device)
+    assert bool(torch.isnan(made.experts.w13_scale).all())
+    assert moe.prewarm(made.experts, topk=2, tokens=(0, 3), limit=1.0) == 4
+
+
 def test_none_weights_are_ones_and_no_token_is_no_work(parity_device: str):
     made = layer_inputs(dataclasses.replace(BASE, m=2, i=128), parity_device)
     ones = dataclasses.replace(made.batch, weights=torch.ones_like(made.batch.weights))
     none = dataclasses.replace(made.batch, weights=None)
     assert torch.equal(comparable(run(ones, made.experts)), comparable(run(none, made.experts)))
-    empty = run(rows_of(made.batch, []), made.experts)
+    with virtual_gpu.record() as tape:
+        empty = run(rows_of(made.batch, []), made.experts)
     assert empty.shape == (0, 256)
+    assert not tape.launches

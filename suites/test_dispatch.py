@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from pathlib import Path as FilePath
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,22 +139,73 @@ def test_the_reason_is_logged_once(caplog, taken):
 REFUSED = [
     ({"lora": object()}, "LoRA needs the BF16 activation"),
     ({"path": "decode", "alpha": 2.0}, "cannot be forced: alpha or beta"),
+    ({"path": "decode", "beta": -1.0}, "cannot be forced: alpha or beta"),
     ({"path": "decode", "bias": True}, "cannot be forced: the experts have a bias"),
-    ({"path": "fast"}, "'fast' is not a valid Path"),
-    ({"limit": -1.0}, "limit must be positive, got -1.0"),
-    ({"limit": float("nan")}, "limit must be positive, got nan"),
-    ({"limit": torch.ones(3)}, r"limit must be contiguous torch.float32 \[4\]"),
-    ({"clamp": "during", "limit": 1.0}, "clamp must be 'before' or 'after'"),
-    ({"out_dtype": torch.int32}, "the output is bf16, fp16 or fp32"),
-    ({"out": torch.empty(3, 128, dtype=torch.bfloat16)}, r"out must be torch.bfloat16 \[4, 128\]"),
+    ({"path": "decode", "own_out": True}, "cannot be forced: the caller gives the output"),
+    ({"path": "decode", "quantized": True}, "cannot be forced: the input is already quantized"),
+    ({"path": "decode", "limit": torch.ones(4)}, "cannot be forced: the clamp is a tensor"),
+    ({"path": "fast"}, "run_moe: path must be one of 'decode', 'large', got 'fast'"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED)
 def test_refusals(changes: dict, sentence: str, taken):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ParityError, match=sentence):
         call(4, **dict(changes))
     assert not taken
+
+
+def test_a_forced_path_is_taken_beside_the_opt_out(monkeypatch, taken):
+    """The environment turns the choice off, not what a caller asks for."""
+    dispatch.opted_out.cache_clear()
+    monkeypatch.setenv(dispatch.OPT_OUT, "0")
+    for path in (None, "decode", "large", dispatch.Path.DECODE):
+        call(4, path=path)
+    dispatch.opted_out.cache_clear()
+    assert [path for path, _ in taken] == ["large", "decode", "large", "decode"]
+    reasons = [work.choice.reason for _, work in taken]
+    assert reasons[0] == "MOE_PARITY_DECODE=0 turns the decode path off."
+    assert reasons[1:3] == ["the decode path was asked for.", "the large path was asked for."]
+
+
+@pytest.mark.parametrize("which", ["bias13", "bias2"])
+def test_one_bias_is_a_bias(which: str, taken):
+    """Either alone keeps a call from the decode path."""
+    made = layer_inputs(CASE)
+    bias = torch.zeros(4, 256 if which == "bias13" else 128)
+    experts = weights_of(made.experts, **{which: bias})
+    moe.run_moe(made.batch.x, made.batch.ids, None, experts)
+    assert taken[0][0] == "large"
+    assert taken[0][1].choice.reason == "the experts have a bias."
+
+
+def test_every_option_reaches_the_stages(monkeypatch):
+    """``run_moe`` and ``run_stages`` take the same, and none is lost or swapped on the way."""
+    names = list(inspect.signature(moe.run_moe).parameters)
+    assert inspect.signature(moe.run_moe).parameters == inspect.signature(moe.run_stages).parameters
+    options = {name: object() for name in names}
+    seen = {}
+
+    def run_stages(x, ids, weights, experts, **given):
+        seen.update(x=x, ids=ids, weights=weights, experts=experts, **given)
+        return SimpleNamespace(out="the output")
+
+    monkeypatch.setattr(moe, "run_stages", run_stages)
+    assert moe.run_moe(**options) == "the output"
+    assert seen == options
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "seen"),
+    [
+        (False, None, (False, False)), (True, None, (True, True)), (False, True, (False, True)),
+        (True, False, (True, False)),
+    ],
+)  # fmt: skip
+def test_the_second_format_is_the_first_unless_it_is_said(first, second, seen, taken):
+    call(4, power_of_two=first, mid_power_of_two=second)
+    ((_, work),) = taken
+    assert (work.power_of_two, work.mid_power_of_two) == seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])

@@ -9,13 +9,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moe_parity.harness.cases import budget
 from moe_parity.harness.cases.grid import param, params
 from moe_parity.harness.checks.expect import Recorder, expect
 from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel, find
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.chips.hopper import WGMMA_FP8
-from moe_parity.references.language import Case, Hazard, Routing, ScaleFormat, Values
+from moe_parity.references.language import (
+    Case,
+    Check,
+    Contract,
+    Hazard,
+    Routing,
+    ScaleFormat,
+    Values,
+)
 from moe_parity.references.stages import FC1, FC2, STAGES
 
 BASE = Case(e=8, k=2, h=256, i=256, values=Values.AIMED)
@@ -43,6 +52,21 @@ def cases() -> Iterator[Case]:
 def test_gemm(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """Small differences of large sums; padding and experts without rows hold NaN."""
     expect(kernel, case, parity_device, parity_recorder, power=True)
+
+
+def sizes() -> Iterator[Case]:
+    """N alone ragged, 2 I in fc1 and H in fc2; no power of two; tiles that are not full."""
+    yield Case(m=3, e=3, k=1, h=128, i=180)
+    yield Case(m=3, e=3, k=1, h=336, i=128)
+    yield Case(m=17, e=1, k=1, h=384, i=384)
+    yield Case(m=1, e=3, k=1, h=3584, i=128)
+
+
+@pytest.mark.parametrize(("kernel", "case"), params((FC1, FC2), sizes()))
+def test_sizes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
+    """Ragged N; H of 3 and 28 blocks; 1, 3 and 17 pairs.  Their bits alone."""
+    bits = dataclasses.replace(kernel, contract=Contract(checks=frozenset({Check.EXACT})))
+    expect(bits, case, parity_device, parity_recorder)
 
 
 OURS = ("ours_fc1_decode", "ours_fc1_large", "ours_fc2_decode", "ours_fc2_large")
@@ -74,6 +98,19 @@ def test_the_gemm_runs_on_fp8_wgmma(block: int):
     assert "mma.sync.aligned" not in text.replace("wgmma.mma_async.sync.aligned", "")
     assert text.count("mul.rn.f32") + text.count("mul.f32") >= 1, "the scales' product"
     assert "fma.rn.f32" in text
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_gemms_take_every_size(name: str):
+    """A kernel that declined one would leave the grid, and nobody would see it."""
+    kernel = find(name)
+    ragged = ("h", 336) if kernel.stage is FC1 else ("i", 180)  # what is K there
+    for case in sizes():
+        reason = budget.skip_of(kernel, case, "cpu")
+        if getattr(case, ragged[0]) == ragged[1]:
+            assert str(reason) == f"{name}: K = {ragged[1]} must be a multiple of 128."
+        else:
+            assert reason is None
 
 
 def test_every_stage_has_our_kernel():

@@ -1,4 +1,4 @@
-"""What the large path adds: the caller's output, quantized input, biases, limits, alpha and beta.
+"""What a caller may ask besides: its own output, quantized input, biases, limits, alpha and beta.
 
 Each against the reference of the whole layer, on values where sums cancel.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,9 +25,17 @@ moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 CASE = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
 
 
+FEW = dataclasses.replace(CASE, m=3, e=2)
+
+
 @pytest.fixture
 def made(parity_device: str):
     return layer_inputs(CASE, parity_device, spoil=False)
+
+
+@pytest.fixture
+def few(parity_device: str):
+    return layer_inputs(FEW, parity_device, spoil=False)
 
 
 def call(made, **options):
@@ -60,6 +69,27 @@ def test_quantized_input(power_of_two: bool, made):
         assert torch.equal(comparable(got), want)
 
 
+def test_quantized_input_with_gaps(few):
+    """Codes and scales are read by their strides; the gaps hold NaN."""
+    act = act_quant(few.batch.x, OURS.of("act_quant", QuantRecipe))
+    codes = torch.full((3, 300), 0x7F, dtype=torch.uint8, device=few.batch.x.device)
+    scales = torch.full((3, 7), float("nan"), device=few.batch.x.device)
+    codes[:, :256], scales[:, :2] = act.codes, act.scales
+    got = call(few, x=codes[:, :256], x_scale=scales[:, :2])
+    assert torch.equal(comparable(got), comparable(expected(few)))
+
+
+@pytest.mark.parametrize(("name", "width"), [("bias13", 512), ("bias2", 256)])
+def test_one_bias_alone(name: str, width: int, few):
+    """Either bias makes the call one with a bias; the other GEMM has none."""
+    device = str(few.batch.x.device)
+    bias = random_bits.normal(1, name, 2, width, device=device)
+    biased = dataclasses.replace(few, experts=dataclasses.replace(few.experts, **{name: bias}))
+    got = comparable(call(biased))
+    assert torch.equal(got, comparable(expected(biased)))
+    assert not torch.equal(got, comparable(expected(few)))
+
+
 def test_biases(made):
     """Added to the fp32 accumulators of both GEMMs; without them the bits are others."""
     device = str(made.batch.x.device)
@@ -88,12 +118,55 @@ def test_limits_of_the_experts(made):
     )
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(m=17, e=1, k=1, h=384, i=128),
+        Case(m=1, e=5, k=1, h=1536, i=128, scale=ScaleFormat.UE8M0),
+        Case(m=1, e=1, k=1, h=3584, i=128),
+    ],
+    ids=lambda case: case.id,
+)
+def test_hidden_sizes_that_are_no_power_of_two(case: Case, parity_device: str):
+    """Three, 12 and 28 blocks; 1,536 and 3,584 are no multiple of the 1,024 columns of a sum."""
+    made = layer_inputs(case, parity_device)
+    want = comparable(expected(made))
+    for path in ("decode", "large"):
+        got = call(made, path=path, power_of_two=case.scale.is_power_of_two)
+        assert torch.equal(comparable(got), want), path
+
+
 @pytest.mark.parametrize(("alpha", "beta"), [(1.702, 1.0), (1.0, 0.5), (2.0, 0.0)])
 def test_alpha_and_beta(alpha: float, beta: float, made):
     got = call(made, alpha=alpha, beta=beta, limit=1.0)
     assert torch.equal(
         comparable(got), comparable(expected(made, alpha=alpha, beta=beta, limit=1.0))
     )
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "limit"),
+    [(0.5, 0.0, None), (1.0, -0.75, 1.0), (0.25, -1.5, None), (-1.0, 0.0, 1.0), (1.0, 2.0, None)],
+)
+def test_alpha_below_one_and_beta_below_zero(alpha: float, beta: float, limit, few):
+    got = comparable(call(few, alpha=alpha, beta=beta, limit=limit))
+    assert torch.equal(got, comparable(expected(few, alpha=alpha, beta=beta, limit=limit)))
+    assert not torch.equal(got, comparable(expected(few, limit=limit)))
+
+
+@pytest.mark.parametrize("limit", [1, np.float32(1), np.float64(1), np.int64(1)], ids=lambda v: type(v).__name__)  # fmt: skip  # noqa: E501
+def test_any_number_is_a_limit(limit, few):
+    """Integers and NumPy's numbers are the number that they are, on either path."""
+    want = comparable(expected(few, limit=1.0))
+    for path in ("decode", "large"):
+        assert torch.equal(comparable(call(few, limit=limit, path=path)), want)
+    assert not torch.equal(want, comparable(expected(few)))
+
+
+def test_any_number_is_alpha_and_beta(few):
+    want = comparable(expected(few, alpha=2.0, beta=-1.0))
+    for kind in (int, np.float32, np.int8):
+        assert torch.equal(comparable(call(few, alpha=kind(2), beta=kind(-1))), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -16,10 +16,13 @@ import triton.language as tl
 
 @triton.jit
 def local_expert(ids_ptr, pair, live, first, experts):
-    """Return the local expert of pairs, -1 for what this rank does not own."""
-    expert = tl.load(ids_ptr + pair, mask=live, other=-1).to(tl.int64)
-    local = expert - first
-    owned = live & (expert >= 0) & (local >= 0) & (local < experts)
+    """Return the local expert of pairs, -1 for what this rank does not own.
+
+    ``first`` is never negative, so that -1, an id that is nobody's, stays below every local expert;
+    pairs that are not live have it as well.
+    """
+    local = tl.load(ids_ptr + pair, mask=live, other=-1).to(tl.int64) - first
+    owned = (local >= 0) & (local < experts)
     return tl.where(owned, local, -1).to(tl.int32)
 
 
@@ -108,8 +111,9 @@ def place_kernel(
         tl.store(base + seen + ends - 1, pair, mask=mine)
         seen += tl.sum(mine.to(tl.int32), 0)
     used = (count + BLOCK - 1) // BLOCK
+    # Without pairs there is no last block: its lanes lie before the first one, below the count.
     lane = (used - 1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(base + lane, pairs + 0 * lane, mask=(lane >= count) & (count > 0))
+    tl.store(base + lane, pairs + 0 * lane, mask=lane >= count)
     for first_block in range(0, used, BLOCK):
         block = first_block + tl.arange(0, BLOCK)
         tl.store(block_expert_ptr + start + block, expert + 0 * block, mask=block < used)

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from moe_parity.kernels.ours.arguments import word
 from moe_parity.references.errors import ParityError
 
 DECODE_TOKENS = 32
@@ -135,7 +136,7 @@ def choose(request: Request, force: Path | str | None = None) -> Choice:
         raise ParityError(f"run_moe: x must be bfloat16, or uint8 codes with x_scale, got {request.dtype}.")  # fmt: skip  # noqa: E501
     unmet = [c for c in CONDITIONS if not c.holds(request)]
     if force is not None:
-        forced = Path(force)
+        forced = word(Path, force, "run_moe: path")
         hard = [c for c in unmet if c.name != "tokens"]
         if forced is Path.DECODE and hard:
             raise ParityError(f"run_moe: the decode path cannot be forced: {hard[0].otherwise}.")

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from moe_parity.kernels.ours import dispatch, quant, steps
+from moe_parity.kernels.ours.arguments import check_call, check_experts, check_rank, number
 from moe_parity.kernels.ours.dispatch import Choice, Path, Request
 from moe_parity.kernels.ours.steps import Activation
 from moe_parity.kernels.ours.validate import check_codes, check_scales
-from moe_parity.references.errors import ParityError
 from moe_parity.references.stages.layer.operands import Experts, Trace
 
 BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
 """Tokens of an expert's block."""
-
-OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def register_experts(experts: Experts) -> Experts:
@@ -31,7 +29,7 @@ def register_experts(experts: Experts) -> Experts:
     Raises ParityError, in a sentence, for the first thing that is wrong; looks at every value, so
     it waits for the GPU.
     """
-    _check_shapes(experts)
+    check_experts(experts)
     for name in ("w13", "w2"):
         check_codes(getattr(experts, name), name=name)
         check_scales(getattr(experts, f"{name}_scale"), name=f"{name}_scale")
@@ -116,7 +114,7 @@ def run_stages(
         path=path,
     )  # fmt: skip
     dispatch.log_once(choice)
-    _check_call(x, x_scale, ids, weights, experts, limit, clamp, out, out_dtype)
+    check_call(x, x_scale, ids, weights, experts, limit, clamp, out, out_dtype)
     if validate:
         register_experts(experts)
         if x_scale is not None:
@@ -124,10 +122,10 @@ def run_stages(
     result = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     how = Activation(
         clamp="none" if limit is None else clamp,
-        limit=limit if isinstance(limit, float | int) else 0.0,
+        limit=0.0 if limit is None or isinstance(limit, Tensor) else float(limit),
         limits=limit if isinstance(limit, Tensor) else None,
-        alpha=alpha,
-        beta=beta,
+        alpha=number(alpha, "run_moe: alpha"),
+        beta=number(beta, "run_moe: beta"),
     )
     mid = power_of_two if mid_power_of_two is None else mid_power_of_two
     return _layer(
@@ -150,7 +148,8 @@ def plan(
     lora: object | None = None,
     path: Path | str | None = None,
 ) -> Choice:
-    """Return the path that a call would take, and why."""
+    """Return the path that a call would take, and why; raises ParityError where there is none."""
+    check_rank(x)
     request = Request(
         tokens=x.shape[0],
         dtype=x.dtype,
@@ -224,83 +223,3 @@ def prewarm(
             )  # fmt: skip
             calls += 1
     return calls
-
-
-def _check_shapes(experts: Experts) -> None:
-    if experts.w13.dim() != 3 or experts.w2.dim() != 3:
-        raise ParityError("experts: w13 must be [E, 2 I, H] and w2 [E, H, I].")
-    count, double, hidden = experts.w13.shape
-    width = double // 2
-    if hidden % 128 or width % 128 or double % 2:
-        raise ParityError(
-            f"experts: H = {hidden} and I = {width} must be multiples of 128 (the scale's block)."
-        )
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "w13": ((count, double, hidden), torch.uint8),
-        "w13_scale": ((count, double // 128, hidden // 128), torch.float32),
-        "w2": ((count, hidden, width), torch.uint8),
-        "w2_scale": ((count, hidden // 128, width // 128), torch.float32),
-    }
-    if experts.bias13 is not None:
-        wanted["bias13"] = ((count, double), torch.float32)
-    if experts.bias2 is not None:
-        wanted["bias2"] = ((count, hidden), torch.float32)
-    for name, (shape, dtype) in wanted.items():
-        _check(name, getattr(experts, name), shape, dtype)
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
-        raise ParityError(
-            f"run_moe: {name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} "
-            f"{list(tensor.shape)} with strides {tensor.stride()}."
-        )
-
-
-def _check_call(
-    x: Tensor,
-    x_scale: Tensor | None,
-    ids: Tensor,
-    weights: Tensor | None,
-    experts: Experts,
-    limit: float | Tensor | None,
-    clamp: str,
-    out: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    _check_shapes(experts)
-    if x.dim() != 2:
-        raise ParityError(f"run_moe: x must be [M, H], got shape {list(x.shape)}.")
-    tokens, hidden = x.shape
-    if hidden != experts.w13.shape[2]:
-        raise ParityError(f"run_moe: x has H = {hidden}, the experts {experts.w13.shape[2]}.")
-    if ids.dim() != 2 or ids.shape[0] != tokens or ids.dtype not in (torch.int32, torch.int64):
-        raise ParityError(
-            f"run_moe: ids must be int32 or int64 [{tokens}, k], got {ids.dtype} {list(ids.shape)}."
-        )
-    _check("ids", ids, tuple(ids.shape), ids.dtype)
-    if weights is not None:
-        _check("weights", weights, tuple(ids.shape), torch.float32)
-    if x_scale is not None:
-        if x.dtype is not torch.uint8 or x_scale.shape != (tokens, hidden // 128):
-            raise ParityError(
-                f"run_moe: quantized x must be uint8 with x_scale float32 "
-                f"{[tokens, hidden // 128]}, got {x.dtype} and {list(x_scale.shape)}."
-            )
-        if x.stride(1) != 1 or x_scale.dtype is not torch.float32:
-            raise ParityError("run_moe: quantized x needs contiguous rows and float32 scales.")
-    if clamp not in ("before", "after"):
-        raise ParityError(f"run_moe: clamp must be 'before' or 'after' SiLU, got {clamp!r}.")
-    if isinstance(limit, Tensor):
-        _check("limit", limit, (experts.count,), torch.float32)
-    elif limit is not None and not limit > 0:
-        raise ParityError(f"run_moe: limit must be positive, got {limit}.")
-    if out_dtype not in OUTPUTS:
-        raise ParityError(f"run_moe: the output is bf16, fp16 or fp32, not {out_dtype}.")
-    if out is not None and (
-        out.shape != x.shape or out.dtype is not out_dtype or out.stride(1) != 1
-    ):
-        raise ParityError(
-            f"run_moe: out must be {out_dtype} {list(x.shape)} with contiguous rows, got "
-            f"{out.dtype} {list(out.shape)} with strides {out.stride()}."
-        )

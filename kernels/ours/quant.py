@@ -7,10 +7,13 @@ where a caller asks for it (``moe_parity.kernels.ours.validate``).
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from moe_parity.kernels.ours import quant_kernels as kernels
+from moe_parity.kernels.ours.arguments import are_apart, has_own_elements, word
 from moe_parity.kernels.virtual_gpu import dispatch
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, ScaleLayout
 from moe_parity.references.errors import ParityError
@@ -33,7 +36,8 @@ def act_quant(
     ``ue8m0packed`` int32 [M, ceil(K / group / 4)] in the TMA layout.  Recipe ``ours``.
     Raises ParityError, in a sentence, for anything else.
     """
-    scale, layout = ScaleFormat(scale), ScaleLayout(layout)
+    scale = word(ScaleFormat, scale, "act_quant: scale")
+    layout = word(ScaleLayout, layout, "act_quant: layout")
     check_input("act_quant", x, group)
     rows, columns = x.shape
     shape, strides, dtype = scale.stored(rows, columns // group, layout)
@@ -58,21 +62,16 @@ def weight_quant(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
     return codes, scales
 
 
+@torch.library.custom_op("moe_parity::requantize_weight", mutates_args=())
 def requantize_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Requantize E4M3 weights, codes uint8 [N, K] and fp32 tile scales, to powers of two."""
+    """Requantize E4M3 weights, codes uint8 [N, K] and fp32 tile scales, to powers of two.
+
+    ``codes`` may have gaps between rows; the new ones have none.  Raises ParityError for anything
+    else.
+    """
+    shape = _check_weight(codes, scales)
+    new_codes, new_scales = _like_weight(codes, scales)
     rows, columns = codes.shape
-    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
-    if codes.dtype is not torch.uint8 or codes.stride(1) != 1:
-        raise ParityError(
-            f"requantize_weight: codes must be uint8 with contiguous rows, got {codes.dtype} with "
-            f"strides {codes.stride()}; view FP8 weights as uint8."
-        )
-    if scales.dtype is not torch.float32 or scales.shape != shape or not scales.is_contiguous():
-        raise ParityError(
-            f"requantize_weight: scales must be contiguous float32 {list(shape)}, got "
-            f"{scales.dtype} {list(scales.shape)} with strides {scales.stride()}."
-        )
-    new_codes, new_scales = torch.empty_like(codes), torch.empty_like(scales)
     if codes.numel():
         dispatch(
             kernels.requantize_kernel, shape,
@@ -86,20 +85,14 @@ def requantize_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("moe_parity::act_quant_out", mutates_args=("codes", "scales"))
 def act_quant_out(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of_two: bool) -> None:
     """Quantize into given outputs; int32 scales take packed exponents.  See :func:`act_quant`."""
-    check_input("act_quant", x, group)
-    rows, columns = x.shape
-    groups = columns // group
-    packed = scales.dtype is torch.int32
-    _check_output("act_quant", x, "codes", codes, (rows, columns), torch.uint8)
-    width = -(-groups // 4) if packed else groups
-    wanted = torch.int32 if packed else torch.float32
-    _check_output("act_quant", x, "scales", scales, (rows, width), wanted)
+    rows, groups, width = _check_act_quant(x, codes, scales, group)
+    _check_memory("act_quant", x, codes, scales)
     if rows == 0:
         return
     tile = min(32, 1 << (rows - 1).bit_length())
     grid = (-(-rows // tile), width)
     strides = (*x.stride(), codes.stride(0), *scales.stride())
-    if packed:
+    if scales.dtype is torch.int32:
         dispatch(
             kernels.act_quant_packed_kernel, grid, x, codes, scales, rows, groups, *strides,
             G=group, ROWS=tile, num_warps=4,
@@ -114,28 +107,34 @@ def act_quant_out(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of
 @torch.library.custom_op("moe_parity::weight_quant_out", mutates_args=("codes", "scales"))
 def weight_quant_out(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
     """Quantize a weight into given outputs.  See :func:`weight_quant`."""
-    check_input("weight_quant", w, None)
-    rows, columns = w.shape
-    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
-    _check_output("weight_quant", w, "codes", codes, (rows, columns), torch.uint8)
-    _check_output("weight_quant", w, "scales", scales, shape, torch.float32)
+    shape = _check_weight_quant(w, codes, scales)
+    _check_memory("weight_quant", w, codes, scales)
     if w.numel() == 0:
         return
     dispatch(
-        kernels.weight_quant_kernel, shape, w, codes, scales, rows, columns,
+        kernels.weight_quant_kernel, shape, w, codes, scales, *w.shape,
         *w.stride(), codes.stride(0), *scales.stride(),
         BLOCK=BLOCK, POWER_OF_TWO=power_of_two, num_warps=8,
     )  # fmt: skip
 
 
+# A call with a tensor on the meta device runs the fake: it must refuse what the real one refuses.
+
+
 @act_quant_out.register_fake
-def _(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of_two: bool) -> None:
-    pass
+def _(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of_two: bool) -> None:  # noqa: ARG001
+    _check_act_quant(x, codes, scales, group)
 
 
 @weight_quant_out.register_fake
-def _(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
-    pass
+def _(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:  # noqa: ARG001
+    _check_weight_quant(w, codes, scales)
+
+
+@requantize_weight.register_fake
+def _(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    _check_weight(codes, scales)
+    return _like_weight(codes, scales)
 
 
 def check_input(op: str, x: Tensor, group: int | None) -> None:
@@ -146,23 +145,89 @@ def check_input(op: str, x: Tensor, group: int | None) -> None:
         raise ParityError(f"{op}: x must be [rows, columns], got shape {list(x.shape)}.")
     if group is None:
         return
-    if group not in GROUPS:
+    if type(group) is not int or group not in GROUPS:
         raise ParityError(f"{op}: group must be 64 or 128, got {group}.")
     if x.shape[1] % group or not x.shape[1]:
         raise ParityError(f"{op}: K = {x.shape[1]} is not a positive multiple of group {group}.")
 
 
+def _check_act_quant(x: Tensor, codes: Tensor, scales: Tensor, group: int) -> tuple[int, int, int]:
+    """Return rows, groups of a row, and words or scales of a row."""
+    check_input("act_quant", x, group)
+    rows, columns = x.shape
+    groups = columns // group
+    packed = scales.dtype is torch.int32
+    width = -(-groups // 4) if packed else groups
+    _check_output("act_quant", x, "codes", codes, (rows, columns), torch.uint8)
+    wanted = torch.int32 if packed else torch.float32
+    _check_output("act_quant", x, "scales", scales, (rows, width), wanted)
+    return rows, groups, width
+
+
+def _check_weight_quant(w: Tensor, codes: Tensor, scales: Tensor) -> tuple[int, int]:
+    """Return the number of tiles down and across."""
+    check_input("weight_quant", w, None)
+    rows, columns = w.shape
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    _check_output("weight_quant", w, "codes", codes, (rows, columns), torch.uint8)
+    _check_output("weight_quant", w, "scales", scales, shape, torch.float32)
+    return shape
+
+
 def _check_output(
     op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    if out.dtype is not dtype or out.shape != shape:
+    if out.dtype is not dtype or tuple(out.shape) != shape:
         raise ParityError(
             f"{op}: {name} must be {dtype} {list(shape)}, got {out.dtype} {list(out.shape)}."
         )
     if out.device != x.device:
         raise ParityError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
-    overlaps = out.numel() > 0 and any(
-        n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
-    )
-    if overlaps or (name == "codes" and out.shape[1] > 1 and out.stride(1) != 1):
+    if name == "codes" and out.shape[1] > 1 and out.stride(1) != 1:
         raise ParityError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")
+
+
+def _check_memory(op: str, x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Programs read and write in any order, so no output may lie in another tensor's memory."""
+    for name, out in (("codes", codes), ("scales", scales)):
+        if not has_own_elements(out):
+            raise ParityError(
+                f"{op}: elements of {name} overlap, strides {out.stride()}; give each its own "
+                "memory."
+            )
+    tensors = {"x": x, "codes": codes, "scales": scales}
+    for (one, first), (other, second) in itertools.combinations(tensors.items(), 2):
+        if not are_apart(first, second):
+            raise ParityError(
+                f"{op}: {one} and {other} share memory; give {other} memory of its own."
+            )
+
+
+def _check_weight(codes: Tensor, scales: Tensor) -> tuple[int, int]:
+    """Return the number of tiles down and across."""
+    if codes.dtype is not torch.uint8 or codes.dim() != 2 or codes.stride(1) != 1:
+        raise ParityError(
+            f"requantize_weight: codes must be uint8 with contiguous rows, got {codes.dtype} "
+            f"{list(codes.shape)} with strides {codes.stride()}; view FP8 weights as uint8."
+        )
+    rows, columns = codes.shape
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    if (
+        scales.dtype is not torch.float32
+        or tuple(scales.shape) != shape
+        or not scales.is_contiguous()
+    ):
+        raise ParityError(
+            f"requantize_weight: scales must be contiguous float32 {list(shape)}, got "
+            f"{scales.dtype} {list(scales.shape)} with strides {scales.stride()}."
+        )
+    if scales.device != codes.device:
+        raise ParityError(
+            f"requantize_weight: scales are on {scales.device}, codes on {codes.device}; use one "
+            "device."
+        )
+    return shape
+
+
+def _like_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return codes.new_empty(codes.shape), scales.new_empty(scales.shape)

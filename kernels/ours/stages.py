@@ -23,6 +23,7 @@ from moe_parity.references.stages import (
     SWIGLU_QUANT,
     WEIGHT_QUANT,
 )
+from moe_parity.references.stages.gemm.stage import Fc1, Fc2
 
 
 def unavailable() -> Skip | None:
@@ -116,12 +117,6 @@ def ours_align_large(call: Call) -> Produced:
 # --- GEMMs --------------------------------------------------------------------------------------
 
 
-def _whole_blocks(case: Case, device: str) -> str | None:
-    if case.h % 128 or case.i % 128:
-        return f"H = {case.h} and I = {case.i} must be multiples of 128."
-    return None
-
-
 def _gemm(call: Call, block: int) -> Tensor:
     from moe_parity.kernels.ours import steps
 
@@ -134,10 +129,14 @@ def _gemm(call: Call, block: int) -> Tensor:
     )  # fmt: skip
 
 
-def _register_gemm(stage: Stage[Any], path: str, block: int) -> None:
+def _register_gemm(stage: Fc1 | Fc2, path: str, block: int) -> None:
     note = f"Our grouped GEMM of the {path} path, blocks of {block} tokens."
 
-    @_ours(f"ours_{stage.name}_{path}", stage, supports=_whole_blocks, note=note)
+    def supports(case: Case, device: str) -> str | None:
+        k = stage.extent(case)[1]
+        return f"K = {k} must be a multiple of 128." if k % 128 else None
+
+    @_ours(f"ours_{stage.name}_{path}", stage, supports=supports, note=note)
     def gemm(call: Call) -> Tensor:
         return _gemm(call, block)
 

@@ -31,6 +31,10 @@ class Permute(Align):
         made = super().inputs(case, device)
         return dataclasses.replace(made, codes=embed(made.codes, case.hazard))
 
+    def cost(self, case: Case) -> int:
+        """Count pairs."""
+        return case.m * case.k
+
     def outputs(self, case: Case, inputs: RoutedRows) -> Mapping[str, Output]:
         """Return each pair's codes and scales, and how many rows every expert has."""
         pairs, groups = inputs.expert.numel(), inputs.scales.shape[1]
