@@ -47,10 +47,16 @@ def fma_rn(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def fma_rm(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c rounded once toward minus infinity: ``fma.rm.f32``, finite results only."""
-    exact = _round_to_odd_sum(a.double() * b.double(), c.double())
+    """Return a * b + c rounded once toward minus infinity: ``fma.rm.f32``, finite results only.
+
+    A sum that is exactly zero is -0, unless product and c are both +0 (IEEE 754, section 6.3).
+    """
+    product, third = a.double() * b.double(), c.double()
+    exact = _round_to_odd_sum(product, third)
     near = exact.float()
-    return canonical_nan(torch.where(near.double() > exact, _next_below(near), near))
+    near = torch.where(near.double() > exact, _next_below(near), near)
+    signed = torch.signbit(product) | torch.signbit(third)
+    return canonical_nan(torch.where((exact == 0) & signed, -0.0, near))
 
 
 def _round_to_odd_sum(p: Tensor, c: Tensor) -> Tensor:

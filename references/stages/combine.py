@@ -128,11 +128,11 @@ def combine(
     return cast_output(total, dtype)
 
 
-def weighted(accumulator: Tensor, weight: Tensor | None, recipe: CombineRecipe) -> Tensor:
-    """Return FC2's fp32 accumulator [P, H], times its weight [P] where the epilogue applies it."""
-    if weight is None or recipe.weights_at is WeightsAt.TOPK_SUM:
-        return accumulator
-    return mul_rn(accumulator, weight[:, None])
+def in_epilogue(weights: Tensor | None, recipe: CombineRecipe) -> Tensor | None:
+    """Return the weights [P] of [M, k] that FC2's epilogue applies, None where it applies none."""
+    if weights is None or recipe.weights_at is WeightsAt.TOPK_SUM:
+        return None
+    return weights.flatten()
 
 
 def cast_output(total: Tensor, dtype: torch.dtype) -> Tensor:

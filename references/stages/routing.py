@@ -41,9 +41,12 @@ def pairs_experts(case: Case) -> bool:
 
 
 def local_expert(ids: Tensor, first: int, experts: int) -> Tensor:
-    """Return the local expert of each pair, int64 [P]; -1 where the rank does not own it."""
+    """Return the local expert of each pair, int64 [P]; -1 where the rank does not own it.
+
+    ``first`` is not negative, so that a negative id is never local.
+    """
     local = ids.flatten().long() - first
-    owned = (ids.flatten() >= 0) & (local >= 0) & (local < experts)
+    owned = (local >= 0) & (local < experts)
     return torch.where(owned, local, -1)
 
 

@@ -66,13 +66,18 @@ def _accumulate(acc: Tensor, p: Tensor, s_a: Tensor, s_b: Tensor, recipe: GemmRe
     return add_rn(acc, mul_rn(left, right))
 
 
-def finish(accumulator: Tensor, bias: Tensor | None, recipe: GemmRecipe) -> Tensor:
-    """Return BF16 rows [M, N] of an accumulator, plus a bias [N] or [M, N] (fp32) if any."""
-    if bias is None:
-        return f32_to_bf16(accumulator)
-    if recipe.bias_at is BiasAt.BEFORE_ROUNDING:
-        return f32_to_bf16(add_rn(accumulator, bias))
-    return f32_to_bf16(add_rn(round_bf16(accumulator), bias))
+def finish(
+    accumulator: Tensor, bias: Tensor | None, recipe: GemmRecipe, weight: Tensor | None = None
+) -> Tensor:
+    """Return BF16 rows [M, N] of an accumulator, plus a bias [N] or [M, N] (fp32) if any.
+
+    ``weight`` [M] is a routing weight that the epilogue applies, on the sum with the bias (vLLM
+    0.33.0 ``fused_moe_kernel``).
+    """
+    if bias is not None:
+        early = recipe.bias_at is BiasAt.BEFORE_ROUNDING
+        accumulator = add_rn(accumulator if early else round_bf16(accumulator), bias)
+    return f32_to_bf16(accumulator if weight is None else mul_rn(accumulator, weight[:, None]))
 
 
 def _check(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> None:
@@ -121,6 +126,16 @@ def grouped_plain(
     return out
 
 
-def biased(rows: Tensor, bias: Tensor | None, expert: Tensor, recipe: GemmRecipe) -> Tensor:
-    """Return BF16 rows [P, N] of accumulators, each with its own expert's bias [E, N] (fp32)."""
-    return finish(rows, None if bias is None else bias[expert.clamp(min=0)], recipe)
+def biased(
+    rows: Tensor,
+    bias: Tensor | None,
+    expert: Tensor,
+    recipe: GemmRecipe,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Return BF16 rows [P, N] of accumulators, each with its own expert's bias [E, N] (fp32).
+
+    ``weight`` [P] as in :func:`finish`.
+    """
+    own = None if bias is None else bias[expert.clamp(min=0)]
+    return finish(rows, own, recipe, weight)

@@ -15,7 +15,7 @@ from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleF
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
-from moe_parity.references.stages.combine import CombineRecipe, weighted
+from moe_parity.references.stages.combine import CombineRecipe, in_epilogue
 from moe_parity.references.stages.gemm.aims import codes, nudged
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.gemm.reference import biased, grouped, hit
@@ -150,12 +150,12 @@ class _Grouped(Stage[GroupedRows]):
         rows = grouped(
             inputs.a[source], inputs.a_scale[source], inputs.w, inputs.w_scale, inputs.expert, gemm
         )
-        rows = biased(self.scaled(rows, inputs, recipe), inputs.bias, inputs.expert, gemm)
+        rows = biased(rows, inputs.bias, inputs.expert, gemm, self.weight(inputs, recipe))
         return {"rows": torch.where((inputs.expert >= 0)[:, None], rows, torch.zeros_like(rows))}
 
-    def scaled(self, rows: Tensor, inputs: GroupedRows, recipe: Recipe) -> Tensor:
-        """Return the accumulators as the epilogue leaves them."""
-        return rows
+    def weight(self, inputs: GroupedRows, recipe: Recipe) -> Tensor | None:
+        """Return the weight [P] that the epilogue applies, None for none."""
+        return None
 
     def live(self, case: Case, inputs: GroupedRows) -> Mapping[str, Tensor]:
         """Return the owned pairs."""
@@ -208,11 +208,11 @@ class Fc2(_Grouped):
         """Return H and I."""
         return case.h, case.i
 
-    def scaled(self, rows: Tensor, inputs: GroupedRows, recipe: Recipe) -> Tensor:
-        """Return the accumulators, times the routing weight where the recipe has it here."""
-        if inputs.weights is None or "combine" not in recipe.parts:
-            return rows
-        return weighted(rows, inputs.weights.flatten(), recipe.of("combine", CombineRecipe))
+    def weight(self, inputs: GroupedRows, recipe: Recipe) -> Tensor | None:
+        """Return the routing weights where the recipe has them here."""
+        if "combine" not in recipe.parts:
+            return None
+        return in_epilogue(inputs.weights, recipe.of("combine", CombineRecipe))
 
 
 FC1 = Fc1()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import BLOCK, f32_to_bf16, to_f32
 from moe_parity.references.language.recipe import Recipe
-from moe_parity.references.stages.combine import CombineRecipe, combine, weighted
+from moe_parity.references.stages.combine import CombineRecipe, combine, in_epilogue
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.gemm.reference import biased, grouped, hit
 from moe_parity.references.stages.layer.operands import Asked, Experts, LayerInputs, Routed, Trace
@@ -44,8 +44,8 @@ def layer(inputs: LayerInputs, recipe: Recipe) -> Trace:
     mid = act_quant(y, last, scale=asked.mid, form=asked.form)
     codes, scales = kept(mid.codes), kept(mid.scales)
     rows = grouped(codes, scales, experts.w2, experts.w2_scale, expert, gemm)
-    weights = None if batch.weights is None else batch.weights.flatten()
-    second = kept(biased(weighted(rows, weights, summing), experts.bias2, expert, gemm))
+    weight = in_epilogue(batch.weights, summing)
+    second = kept(biased(rows, experts.bias2, expert, gemm, weight))
     shaped = second.view(*batch.ids.shape, second.shape[-1])
     mine = (expert >= 0).view(batch.ids.shape)
     out = combine(shaped, batch.weights, mine, summing, asked.dtype)

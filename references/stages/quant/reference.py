@@ -218,5 +218,5 @@ def _apply(
         return mul_rn(x, div_rn(one, scale))
     if how is Apply.MUL_MULTIPLIER:
         return mul_rn(x, div_rn(top, amax))
-    multiplier = special.div_approx(top, amax, ftz=True)
-    return special.flush(mul_rn(special.flush(x), multiplier))
+    # The .ftz of the product does not show: a subnormal has the code of a zero of its sign.
+    return mul_rn(special.flush(x), special.div_approx(top, amax, ftz=True))

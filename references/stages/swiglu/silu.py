@@ -50,10 +50,10 @@ def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
             return mul_rn(gate, special.rcp_approx(denominator, ftz=False))
         return mul_rn(gate, div_rn(one, denominator))
     if how is Silu.FAST:
-        fast = special.ex2_approx(
-            special.flush(mul_rn(-scaled, f32(special.LOG2_E, gate))), ftz=True
-        )
-        return special.div_approx(gate, special.flush(add_rn(one, fast)), ftz=True)
+        # Neither .ftz of the product and the sum shows: 2^x is 1 for a subnormal x as it is for 0,
+        # and 1 + 2^x is at least 1.
+        fast = special.ex2_approx(mul_rn(-scaled, f32(special.LOG2_E, gate)), ftz=True)
+        return special.div_approx(gate, add_rn(one, fast), ftz=True)
     denominator = add_rn(one, special.triton_exp(-scaled))
     if how is Silu.DIV_FULL:
         return special.div_full(gate, denominator)
