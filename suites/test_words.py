@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_parity.harness.checks.expect import record
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.harness.session.watch import Overrun, current
 from moe_parity.kernels import Call, Fate, Produced
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
@@ -170,6 +172,31 @@ def test_what_a_kernel_sets_for_its_process_ends_with_its_call():
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
     assert float(torch.tensor(2.0**-149) * 1) > 0
+
+
+def test_a_case_that_takes_too_long_is_a_red_record():
+    """With the kernel, the case, and a line that reproduces it; what was found before stays."""
+    told: list[dict[str, object]] = []
+
+    class Recorder:
+        def add(self, record_fields: dict[str, object]) -> None:
+            told.append(record_fields)
+
+    def verdicts():
+        yield Verdict(check="finite", verdict="pass")
+        raise Overrun
+
+    kernel = kernel_of("combine", right)
+    seconds = current().seconds
+    with pytest.raises(
+        Overrun, match="combine of faulty ran longer than the limit of .* Reproduce"
+    ):
+        record(kernel, CASES["combine"], "cpu", verdicts(), Recorder())
+    assert [(r["check"], r["verdict"]) for r in told] == [("finite", "pass"), ("exact", "fail")]
+    assert f"ran longer than the limit of {seconds:g} s on {CASES['combine'].id}" in str(
+        told[1]["message"]
+    )
+    assert str(told[1]["repro"]).startswith(f"parity repro 'faulty-{case}'")
 
 
 # --- numbers ------------------------------------------------------------------------------------
