@@ -188,14 +188,11 @@ def test_a_case_that_takes_too_long_is_a_red_record():
 
     kernel = kernel_of("combine", right)
     seconds = current().seconds
-    with pytest.raises(
-        Overrun, match="combine of faulty ran longer than the limit of .* Reproduce"
-    ):
+    with pytest.raises(Overrun, match="combine of faulty ran longer than the limit of"):
         record(kernel, CASES["combine"], "cpu", verdicts(), Recorder())
     assert [(r["check"], r["verdict"]) for r in told] == [("finite", "pass"), ("exact", "fail")]
-    assert f"ran longer than the limit of {seconds:g} s on {CASES['combine'].id}" in str(
-        told[1]["message"]
-    )
+    case = CASES["combine"].id
+    assert f"ran longer than the limit of {seconds:g} s on {case}" in str(told[1]["message"])
     assert str(told[1]["repro"]).startswith(f"parity repro 'faulty-{case}'")
 
 
