@@ -1,7 +1,7 @@
 """An id keeps its inputs for ever: every stage, every word, one at a time, to the bit.
 
-``frozen_inputs.json`` holds the hashes.  Write new lines with ``python suites/test_frozen_inputs.py``
-after a stage, a word or a pool was added; it never changes a line that is there.
+``frozen_inputs.json`` holds the hashes.  After a stage, a word or a pool was added, write the new
+lines with ``python suites/test_frozen_inputs.py``; it never changes a line that is there.
 """
 
 from __future__ import annotations
