@@ -56,7 +56,7 @@ GATED: Mapping[str, tuple[tuple[Case, str], ...]] = {
 """Decision -> the parts of the pool of SwiGLU that are made for it, and the case that has them.
 
 Another decision of the quantizer has the part that is named like its aim."""
-GEMM = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, pool=POOL)
+GEMM = Case(m=24, e=4, k=2, h=256, i=256, values=Values.AIMED, pool=POOL)
 SUM = Case(m=24, e=8, k=8, h=256, values=Values.AIMED)
 
 
