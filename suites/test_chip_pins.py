@@ -38,6 +38,10 @@ def tensor(words: list[int]) -> Tensor:
     return from_bits(torch.tensor(words, dtype=torch.int64).int())
 
 
+def numbers_of(x: Tensor) -> list[Fraction]:
+    return [exact.value(word) for word in bits_of(x).tolist()]
+
+
 def power(n: int) -> int:
     """Return the bits of 2^n in fp32, -149 <= n <= 127."""
     return exact.word(Fraction(2) ** n)
@@ -254,6 +258,20 @@ def test_the_reciprocal_of_every_power_of_two(negative: bool, ftz: bool):
         x = Fraction(2) ** 200 if ftz and n < -126 else Fraction(2) ** -n
         want.append(bounded(x, ftz=ftz, negative=negative))
     assert hexed(got.tolist()) == hexed(want)
+
+
+@pytest.mark.parametrize("ftz", [False, True])
+def test_the_reciprocal_of_numbers_past_2_to_126(ftz: bool):
+    """Below 2^-126: 0 under ftz; else the value that the mantissa has elsewhere, rounded once."""
+    words = [0x7E800000 + step for step in (0, 1, 0x400000, 0x7FFFFF, 0x800001, 0xC00000, 0xFFFFFF)]
+    got = bits_of(special.rcp_approx(tensor(words), ftz=ftz)).tolist()
+    ones = numbers_of(special.mufu_rcp(tensor([w & 0x7FFFFF | 0x3F800000 for w in words])))
+    want = []
+    for word, one in zip(words, ones, strict=True):
+        result = one / Fraction(2) ** ((word >> 23) - 127)
+        want.append(0 if ftz and result < SMALLEST else exact.word(exact.fp32(result)))
+    assert hexed(got) == hexed(want)
+    assert want[1] == (0 if ftz else want[1]) < want[0] == power(-126)
 
 
 @pytest.mark.parametrize("ftz", [False, True])

@@ -28,7 +28,8 @@ from moe_parity.references.stages.quant.decisions import PowerOfTwo, QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
 from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
 from moe_parity.references.stages.swiglu.reference import swiglu
-from moe_parity.references.stages.swiglu.stage import BIG_GATE, GateUpRows
+from moe_parity.references.stages.swiglu.stage import GateUpRows
+from moe_parity.references.stages.swiglu.telling import BIG_GATE
 
 
 def every_amax() -> Tensor:

@@ -44,6 +44,7 @@ def cases() -> Iterator[Case]:
     yield dataclasses.replace(BASE, m=24, routing=Routing.HOLES, h=512, i=384)
     yield dataclasses.replace(BASE, m=24, h=336, i=180, values=Values.NORMAL)
     yield dataclasses.replace(ONE, m=24, h=336, i=180, values=Values.NORMAL)
+    yield dataclasses.replace(SMALL, pool=2)
     for hazard in (Hazard.STRIDED, Hazard.TRANSPOSED):
         yield dataclasses.replace(SMALL, hazard=hazard)
 

@@ -5,6 +5,8 @@ Reference against reference; the record says how many outputs tell it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ CHANGES = [
 ]
 
 
+@lru_cache(maxsize=16)
 def outcome(recipe: GemmRecipe | SwigluRecipe | CombineRecipe, decision: Decision) -> Tensor:
     """Return the bits that a part of a recipe gives on a decision's aimed inputs."""
     made = decision.aim(0)

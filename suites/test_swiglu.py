@@ -15,7 +15,8 @@ from moe_parity.kernels import Kernel
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case, Gate, Hazard, ScaleFormat, ScaleLayout, Values
 from moe_parity.references.stages import SWIGLU, SWIGLU_QUANT
-from moe_parity.references.stages.swiglu.stage import pool
+from moe_parity.references.stages.swiglu.aims import LOW_LIMIT
+from moe_parity.references.stages.swiglu.pools import pool
 
 GATES = ((None, Gate.SILU), (7.0, Gate.SILU), (9.97, Gate.SILU), (7.0, Gate.SWIGLUOAI))
 BASE = Case(e=5, i=512, values=Values.AIMED)
@@ -37,6 +38,12 @@ def cases() -> Iterator[Case]:
         yield dataclasses.replace(case, m=32, values=Values.SPECIAL)
     for scale, m in itertools.product(ScaleFormat, (1, 37, 130)):
         yield dataclasses.replace(BASE, m=m, scale=scale, i=640)
+    for clamp, gate in ((None, Gate.SILU), (LOW_LIMIT, Gate.SILU), (LOW_LIMIT, Gate.SWIGLUOAI)):
+        second = dataclasses.replace(BASE, clamp=clamp, gate=gate, pool=2)
+        yield dataclasses.replace(second, m=whole_pool(second))
+    for scale, clamp in itertools.product(ScaleFormat, (None, 9.97)):
+        special = dataclasses.replace(BASE, clamp=clamp, scale=scale, values=Values.SPECIAL)
+        yield dataclasses.replace(special, m=64, pool=2)
     yield dataclasses.replace(BASE, m=28, layout=ScaleLayout.COLUMN)
     yield dataclasses.replace(BASE, m=24, group=64)
     yield dataclasses.replace(BASE, m=12, i=4096)
@@ -58,6 +65,9 @@ def plain_cases() -> Iterator[Case]:
         case = dataclasses.replace(BASE, clamp=clamp, gate=gate)
         yield dataclasses.replace(case, m=whole_pool(case))
         yield dataclasses.replace(case, m=32, values=Values.SPECIAL)
+    for clamp, gate in ((None, Gate.SILU), (LOW_LIMIT, Gate.SWIGLUOAI)):
+        second = dataclasses.replace(BASE, clamp=clamp, gate=gate, pool=2)
+        yield dataclasses.replace(second, m=whole_pool(second))
     yield from (dataclasses.replace(BASE, m=m, i=640) for m in (0, 1, 37, 130))
     yield dataclasses.replace(BASE, m=64, i=100)
     yield dataclasses.replace(BASE, m=64, i=100, clamp=9.97)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK
+from moe_parity.references.arithmetic.formats import BLOCK, E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,12 @@ def codes(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu")
     exponent = 5 + ((word >> 8) & 0xFFFF) % 6
     code = (word & 0x87) | (exponent << 3)
     return torch.where((word >> 32) & 31 == 0, word & 0x80, code).to(torch.uint8)
+
+
+def every_code(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu") -> Tensor:
+    """Return finite E4M3 codes, uint8 [rows, columns]: all exponents, subnormals and zeros too."""
+    drawn = random_bits.integers(seed, name, rows, columns, below=254, device=device)
+    return (drawn + (drawn >= E4M3.nan)).to(torch.uint8)
 
 
 def nudged(seed: int, name: str, rows: int, columns: int, *, device: str = "cpu") -> Tensor:

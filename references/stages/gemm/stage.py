@@ -16,13 +16,17 @@ from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
 from moe_parity.references.stages.combine import CombineRecipe, in_epilogue
-from moe_parity.references.stages.gemm.aims import codes, nudged
+from moe_parity.references.stages.gemm.aims import codes, every_code, nudged
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.gemm.reference import biased, grouped, hit
 from moe_parity.references.stages.hazards import embed
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_of
 
 WITNESSED = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, seed=11)
+
+
+CODES = {1: codes, 2: every_code}
+"""Version of the pool -> what draws the operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +70,13 @@ def operand(
     """Return codes [rows, k] and scales [ceil(rows / tall), ceil(k / 128)].
 
     Aimed: the second half of K is the first one, negated if asked for, and its scales are moved by
-    a few 2^-20, so that a sum over K ends in a small difference.
+    a few 2^-20, so that a sum over K ends in a small difference.  Codes span six binades, in pool 2
+    all that there are, which only so tell a unit of 25 bits from the exact sum.
     """
     aimed = case.values is Values.AIMED and k % (2 * BLOCK) == 0
     half = k // 2 if aimed else k
     down, across = -(-rows // tall), -(-half // BLOCK)
-    made = codes(case.seed, name, rows, half, device=device)
+    made = CODES[case.pool](case.seed, name, rows, half, device=device)
     scale = 1.0 + random_bits.uniform(case.seed, f"{name}/scale", down, across, device=device)
     if case.scale.is_power_of_two:
         scale = torch.exp2((4.0 * (scale - 1.0)).floor())
@@ -92,6 +97,7 @@ class _Grouped(Stage[GroupedRows]):
         "hazard": None,
         "scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED}),
+        "pool": frozenset(CODES),
     }
     sizes = ("m", "e", "k", "h", "i")
     shared: ClassVar[bool]

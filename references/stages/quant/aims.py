@@ -128,17 +128,16 @@ def nan_elements(seed: int) -> Tensor:
     return torch.cat([x.masked_fill(where, float("nan")), torch.full((1100, GROUP), float("nan"))])
 
 
-POOLS = {
-    1: (
-        tiny_groups,
-        zero_groups,
-        all_amax_mantissas,
-        ties,
-        power_of_two_edges,
-        nan_elements,
-        infinite_elements,
-    ),
-}
+_FIRST = (
+    tiny_groups,
+    zero_groups,
+    all_amax_mantissas,
+    ties,
+    power_of_two_edges,
+    nan_elements,
+    infinite_elements,
+)
+POOLS = {1: _FIRST, 2: (*_FIRST, past_the_end)}
 """What ``Values.AIMED`` is made of, by the version that ``Case.pool`` names.
 
 A version is frozen: witnesses hold hashes of its inputs and ids name its cases.  A new aim goes

@@ -55,11 +55,11 @@ def _telling_pairs(forms: tuple[Silu, ...]) -> tuple[Tensor, Tensor]:
 LIMIT = 7.0
 
 
-def gates_at_the_limit(seed: int) -> Tensor:
+def gates_at_the_limit(seed: int, rows: int = 64) -> Tensor:
     """BF16 [rows, 2 * 128]: gates and ups within two units of the limit 7, both signs."""
-    gate = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/gate", 64, BLOCK) - 0.5)
-    up = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/up", 64, BLOCK) - 0.5)
-    sign = 1.0 - 2.0 * random_bits.integers(seed, "limit/sign", 64, BLOCK, below=2).float()
+    gate = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/gate", rows, BLOCK) - 0.5)
+    up = LIMIT + 4.0 * (random_bits.uniform(seed, "limit/up", rows, BLOCK) - 0.5)
+    sign = 1.0 - 2.0 * random_bits.integers(seed, "limit/sign", rows, BLOCK, below=2).float()
     return round_bf16(torch.cat([gate, up * sign], 1))
 
 
@@ -67,12 +67,31 @@ ODD_LIMIT = 9.97
 """A limit that is no BF16 number."""
 
 
-def gates_past_an_odd_limit(seed: int) -> Tensor:
+def gates_past_an_odd_limit(seed: int, rows: int = 64) -> Tensor:
     """BF16 [rows, 2 * 128]: gates and ups around 9.97, half of them past it, ups of -0 and NaN."""
-    gate = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/gate", 64, BLOCK) - 0.5)
-    up = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/up", 64, BLOCK) - 0.5)
-    sign = 1.0 - 2.0 * random_bits.integers(seed, "odd/sign", 64, BLOCK, below=2).float()
-    zero = random_bits.integers(seed, "odd/zero", 64, BLOCK, below=8) == 0
+    gate = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/gate", rows, BLOCK) - 0.5)
+    up = ODD_LIMIT + 8.0 * (random_bits.uniform(seed, "odd/up", rows, BLOCK) - 0.5)
+    sign = 1.0 - 2.0 * random_bits.integers(seed, "odd/sign", rows, BLOCK, below=2).float()
+    zero = random_bits.integers(seed, "odd/zero", rows, BLOCK, below=8) == 0
     up = torch.where(zero, torch.full_like(up, -0.0), up * sign)
     up[:, ::16] = float("nan")
+    return round_bf16(torch.cat([gate, up], 1))
+
+
+LOW_LIMIT = 1.0115
+"""No BF16 number, and what it is rounded to shows in SiLU of it and in it plus one, in BF16 too."""
+
+
+def gates_past(limit: float, seed: int, rows: int) -> Tensor:
+    """BF16 [rows, 2 * 128]: gates up to four times a limit, ups of both signs up to twice it."""
+    gate = 4.0 * limit * random_bits.uniform(seed, "past/gate", rows, BLOCK)
+    up = 4.0 * limit * (random_bits.uniform(seed, "past/up", rows, BLOCK) - 0.5)
+    return round_bf16(torch.cat([gate, up], 1))
+
+
+def shifted_ups(seed: int, rows: int) -> Tensor:
+    """BF16 [rows, 2 * 128]: ups that lose bits beside a beta of 1, every fourth one -0."""
+    gate = 1.0 + 7.0 * random_bits.uniform(seed, "shift/gate", rows, BLOCK)
+    up = 4.0 * random_bits.normal(seed, "shift/up", rows, BLOCK)
+    up[:, ::4] = -0.0
     return round_bf16(torch.cat([gate, up], 1))

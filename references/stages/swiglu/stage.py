@@ -11,27 +11,20 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16, from_bits
-from moe_parity.references.errors import ParityError
-from moe_parity.references.language.case import Case, Gate, Values
+from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
+from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
 from moe_parity.references.stages.hazards import embed
 from moe_parity.references.stages.quant.decisions import QuantRecipe
-from moe_parity.references.stages.quant.inputs import aimed_pool
 from moe_parity.references.stages.quant.reference import act_quant
 from moe_parity.references.stages.quant.stage import code_output, scale_output
 from moe_parity.references.stages.swiglu import aims
 from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
+from moe_parity.references.stages.swiglu.pools import pool
 from moe_parity.references.stages.swiglu.reference import swiglu
 
-BIG_GATE = 32.0
-"""SiLU of 32 is 32 exactly, in every form: up = y / 32 makes the product y."""
-
 WITNESSED = Case(m=128, e=5, i=256, values=Values.AIMED, seed=11)
-
-GATES = {1: aims.every_gate_of_pool_1}
-"""Version of the pool -> the gates on which the forms of SiLU differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,40 +40,6 @@ class GateUpRows:
     limit: float | None
     alpha: float
     beta: float
-
-
-def pool(case: Case) -> Tensor:
-    """Return the aimed groups fp32 [G, 256], gate then up, interleaved.
-
-    Special ones are zeros, infinities and NaN of both; among aimed ones there is no NaN, since what
-    a clamp makes of it depends on the compiler.
-    """
-    if case.values is Values.SPECIAL:
-        return _special_gates()
-    if case.pool not in GATES:
-        known = ", ".join(map(str, GATES))
-        raise ParityError(
-            f"case: there is no pool {case.pool} of aimed inputs; there are: {known}."
-        )
-    finite = torch.nan_to_num(_special_gates(), nan=1.0, posinf=64.0, neginf=-64.0)
-    parts = [GATES[case.pool](case.seed), finite]
-    if case.clamp is not None:
-        parts += [aims.gates_at_the_limit(case.seed)]
-        parts += [torch.nan_to_num(aims.gates_past_an_odd_limit(case.seed), nan=9.0)]
-    if case.clamp is None and case.gate is Gate.SILU:
-        groups = aimed_pool(case.seed, case.pool)
-        parts.append(torch.cat([torch.full_like(groups, BIG_GATE), groups / BIG_GATE], 1))
-    made = torch.cat(parts)
-    return made[random_bits.words(case.seed, "pool", 1, made.shape[0])[0].argsort()]
-
-
-def _special_gates() -> Tensor:
-    words = (
-        0, -0x80000000, 0x40E00000, -0x3F200000, 0x7149F2CA, 0x7F800000, -0x00800000, 0x7FC00000,
-    )  # fmt: skip
-    value = from_bits(torch.tensor(words, dtype=torch.int64).int())
-    gate, up = value.repeat_interleave(8), value.repeat(8)
-    return torch.cat([gate.repeat(2), up.repeat(2)])[None]
 
 
 def _gate_up(case: Case) -> Tensor:
