@@ -314,3 +314,27 @@ def test_the_floor_is_the_smallest_maximum_whose_multiplier_is_finite(
         assert torch.equal(floored, exact.float().isinf())
         assert len(set(bits_of(scales[floored]).flatten().tolist())) == 1
         assert bool((codes[~floored][:, :2] == torch.tensor([0x7E, 0xFE], device=x.device)).all())
+
+
+@pytest.mark.parametrize("kind", ["act_quant", "weight_quant"])
+def test_a_power_of_two_moves_by_one_step_and_has_ends(kind: str, parity_device: str):
+    """448 * 2^k keeps 2^k, the next fp32 number does not; infinity takes 2^127, all NaN takes 1."""
+    exact = 448.0 * torch.exp2(torch.tensor([-120.0, -9.0, 0.0, 1.0, 60.0]))
+    above = torch.nextafter(exact, torch.full_like(exact, float("inf")))
+    ends = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    amax = torch.cat([exact, above, ends]).to(parity_device)
+    x = torch.zeros(amax.numel(), 128, device=parity_device)
+    x[:, 5] = amax
+    x[12] = float("nan")
+    if kind == "act_quant":
+        codes, scales = ours.act_quant(x, scale="ue8m0")
+    else:
+        x = x[:, None].expand(-1, 3, 128)  # a tile of three such rows
+        tiles = [ours.weight_quant(rows, power_of_two=True) for rows in x]
+        codes, scales = (torch.stack(parts)[:, 0] for parts in zip(*tiles, strict=True))
+        x = x[:, 0]
+    want = torch.cat([exact / 448.0, exact / 224.0, torch.tensor([2.0**127, 2.0**127, 1.0, 1.0])])
+    assert scales.flatten().tolist() == want.tolist()
+    assert same(codes, reference.act_quant(x, ACT, scale=ScaleFormat.UE8M0).codes)
+    assert bool((codes[12] == 0x7F).all())
+    assert not bool(codes[13].any())
