@@ -168,6 +168,18 @@ def test_a_forced_path_is_taken_beside_the_opt_out(monkeypatch, taken):
     assert reasons[1:3] == ["the decode path was asked for.", "the large path was asked for."]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"alpha": 2.0}, {"bias": True}, {"own_out": True}, {"quantized": True}, {"m": 33}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_large_path_may_be_forced_whatever_is_asked(changes: dict, taken):
+    """What keeps a call from the decode path keeps none from the other one."""
+    call(**{"m": 4, "path": "large", **changes})
+    ((path, work),) = taken
+    assert (path, work.choice.reason) == ("large", "the large path was asked for.")
+
+
 @pytest.mark.parametrize("which", ["bias13", "bias2"])
 def test_one_bias_is_a_bias(which: str, taken):
     """Either alone keeps a call from the decode path."""

@@ -1,4 +1,4 @@
-"""The quantizers as functions: layouts, packed words, outputs of the caller, custom ops, refusals.
+"""The quantizers as functions: layouts, packed words, outputs of the caller, custom ops.
 
 The stages compare them as kernels, into memory of the harness; here they are called as users call
 them.
@@ -14,7 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_parity.harness.checks.compare import comparable
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import ScaleFormat, bits_of, f32_to_bf16
+from moe_parity.references.arithmetic.formats import (
+    ScaleFormat,
+    ScaleLayout,
+    bits_of,
+    f32_to_bf16,
+)
 from moe_parity.references.errors import ParityError
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages.quant import reference
@@ -121,66 +126,53 @@ def test_a_weight_is_written_into_the_callers_rows(power_of_two: bool, parity_de
     assert same(plain[1], want.scales) == (not power_of_two)
 
 
-def test_codes_and_scales_may_share_rows(parity_device: str):
-    """Scales behind the codes of their row, as a cache keeps them, share no byte with them."""
-    x = matrix(5, 256, parity_device)
-    rows = torch.zeros(5, 256 + 8 + 8, dtype=torch.uint8, device=parity_device)
-    codes, scales = rows[:, :256], rows.view(torch.float32)[:, 64:66]
-    ours.act_quant_out(x, codes, scales, 128, False)
-    want = reference.act_quant(x, ACT)
+def test_nothing_is_launched_for_nothing(parity_device: str):
+    """No row, or a weight without one: outputs of the right shape, and no program."""
+    virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
+    x = torch.empty(0, 256, dtype=torch.bfloat16, device=parity_device)
+    with virtual_gpu.record() as tape:
+        shapes = [tuple(t.shape) for t in (*ours.act_quant(x), *ours.weight_quant(x))]
+        shapes += [tuple(t.shape) for t in ours.requantize_weight(*ours.weight_quant(x))]
+        shapes += [tuple(t.shape) for t in ours.weight_quant(x.t())]
+    assert shapes == [(0, 256), (0, 2), *[(0, 256), (0, 2)] * 2, (256, 0), (2, 0)]
+    assert not tape.launches
+
+
+def test_what_is_not_said_is_fp32_in_rows_of_128(parity_device: str):
+    x = matrix(3, 256, parity_device)
+    plain = ours.act_quant(x)
+    said = ours.act_quant(x, group=128, scale=ScaleFormat.FP32, layout=ScaleLayout.ROW)
+    for one, other in zip(plain, said, strict=True):
+        assert outline(one) == outline(other)
+        assert same(one, other)
+
+
+def test_a_column_has_any_stride(parity_device: str):
+    """Of codes that have one column, and of one row, no stride says anything."""
+    w = matrix(5, 1, parity_device)
+    codes = torch.zeros(1, 5, dtype=torch.uint8, device=parity_device).t()
+    scales = torch.zeros(1, device=parity_device).expand(1, 1)
+    assert codes.stride(1) != 1
+    ours.weight_quant_out(w, codes, scales, False)
+    want = reference.weight_quant(w, WEIGHT)
     assert same(codes, want.codes)
     assert same(scales, want.scales)
-    assert not bool(rows[:, 264:].any())
 
 
 def memory(size: int = 5 * 256 * 2) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8)
 
 
-def refused_outputs():
-    """Yield name, x, codes, scales and the sentence."""
-    x, flat, scales = matrix(5, 256), memory(), torch.zeros(5, 2)
-    codes = flat[: 5 * 256].view(5, 256)
-    strides = "strides {}; give each its own memory."
-    for name, own, step in (
-        ("one row", flat[:256].expand(5, 256), (0, 1)),
-        ("half rows", flat.as_strided((5, 256), (128, 1)), (128, 1)),
-        ("one byte", flat.as_strided((5, 256), (255, 1)), (255, 1)),
+def test_a_fake_refuses_what_the_real_one_refuses():
+    """One tensor on the meta device runs the fake, which would write nothing and say nothing."""
+    x, codes, scales = matrix(5, 256), memory(1280).view(5, 256), torch.zeros(5, 2)
+    for own, tiles, sentence in (
+        (codes.to("meta"), scales, "codes is on meta, x on cpu; use one device."),
+        (codes, scales.to("meta"), "scales is on meta, x on cpu; use one device."),
+        (codes.to("meta")[:4], scales, "codes must be torch.uint8 [5, 256], got torch.uint8 [4, "),
     ):
-        yield name, x, own, scales, f"elements of codes overlap, {strides.format(step)}"
-    for name, own in (
-        ("one scale", scales[:, :1].expand(5, 2)),
-        ("one row of scales", scales[:1].expand(5, 2)),
-        ("skewed scales", scales.as_strided((5, 2), (1, 1))),
-    ):
-        yield name, x, codes, own, f"elements of scales overlap, {strides.format(own.stride())}"
-    shared = "{} and {} share memory; give {} memory of its own."
-    inside = x.view(torch.uint8)
-    yield "in place", x, inside[:, :256], scales, shared.format("x", "codes", "codes")
-    last = inside.flatten()[-1280:].view(5, 256)
-    yield "at the end of x", x, last, scales, shared.format("x", "codes", "codes")
-    ends = flat[1276:1316].view(torch.float32).view(5, 2)
-    yield "behind codes", x, codes, ends, shared.format("codes", "scales", "scales")
-    rows = memory(5 * 264).view(5, 264)
-    under = rows.view(torch.float32)[:, 63:65]
-    yield "under codes", x, rows[:, :256], under, shared.format("codes", "scales", "scales")
-    over = matrix(5, 260)
-    across = over.view(torch.float32)[:, 127:129]
-    yield "over x", over[:, :256], codes, across, shared.format("x", "scales", "scales")
-
-
-OUTPUTS = list(refused_outputs())
-
-
-@pytest.mark.parametrize(("x", "codes", "scales", "sentence"), [c[1:] for c in OUTPUTS], ids=[c[0] for c in OUTPUTS])  # fmt: skip  # noqa: E501
-def test_outputs_that_overlap_are_refused(x, codes, scales, sentence: str):
-    """A program may write where another still reads, in an order that nobody knows."""
-    before = [t.clone() for t in (x, codes, scales)]
-    with pytest.raises(ParityError) as caught:
-        ours.act_quant_out(x, codes, scales, 128, False)
-    assert str(caught.value) == f"act_quant: {sentence}"
-    for tensor, kept in zip((x, codes, scales), before, strict=True):
-        assert torch.equal(tensor, kept)
+        with pytest.raises(ParityError, match=re.escape(f"act_quant: {sentence}")):
+            ours.act_quant_out(x, own, tiles, 128, False)
 
 
 def test_the_outputs_of_a_weight_are_refused_by_their_sentences():
@@ -264,6 +256,21 @@ def test_the_ops_change_what_they_say_and_have_true_fakes(name: str):
     assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize(
+    ("name", "mutated"),
+    [
+        ("act_quant_out", ["codes", "scales"]),
+        ("weight_quant_out", ["codes", "scales"]),
+        ("requantize_weight", []),
+    ],
+)
+def test_the_ops_say_which_arguments_they_change(name: str, mutated: list[str]):
+    """An op that said too much would be copied around, one that said too little torn out."""
+    schema = getattr(torch.ops.moe_parity, name).default._schema
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert written == mutated
+
+
 def test_a_fake_weight_is_like_the_real_one():
     """Shapes, strides and types, also of codes with gaps and of none."""
     for rows in (0, 130):
@@ -307,3 +314,27 @@ def test_the_floor_is_the_smallest_maximum_whose_multiplier_is_finite(
         assert torch.equal(floored, exact.float().isinf())
         assert len(set(bits_of(scales[floored]).flatten().tolist())) == 1
         assert bool((codes[~floored][:, :2] == torch.tensor([0x7E, 0xFE], device=x.device)).all())
+
+
+@pytest.mark.parametrize("kind", ["act_quant", "weight_quant"])
+def test_a_power_of_two_moves_by_one_step_and_has_ends(kind: str, parity_device: str):
+    """448 * 2^k keeps 2^k, the next fp32 number does not; infinity takes 2^127, all NaN takes 1."""
+    exact = 448.0 * torch.exp2(torch.tensor([-120.0, -9.0, 0.0, 1.0, 60.0]))
+    above = torch.nextafter(exact, torch.full_like(exact, float("inf")))
+    ends = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    amax = torch.cat([exact, above, ends]).to(parity_device)
+    x = torch.zeros(amax.numel(), 128, device=parity_device)
+    x[:, 5] = amax
+    x[12] = float("nan")
+    if kind == "act_quant":
+        codes, scales = ours.act_quant(x, scale="ue8m0")
+    else:
+        x = x[:, None].expand(-1, 3, 128)  # a tile of three such rows
+        tiles = [ours.weight_quant(rows, power_of_two=True) for rows in x]
+        codes, scales = (torch.stack(parts)[:, 0] for parts in zip(*tiles, strict=True))
+        x = x[:, 0]
+    want = torch.cat([exact / 448.0, exact / 224.0, torch.tensor([2.0**127, 2.0**127, 1.0, 1.0])])
+    assert scales.flatten().tolist() == want.tolist()
+    assert same(codes, reference.act_quant(x, ACT, scale=ScaleFormat.UE8M0).codes)
+    assert bool((codes[12] == 0x7F).all())
+    assert not bool(codes[13].any())

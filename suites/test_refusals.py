@@ -195,3 +195,13 @@ def test_the_steps_of_our_layer_refuse_rows_that_are_not_contiguous():
         steps.swiglu_quant(columns, ids, 0, 1, how, False)
     with pytest.raises(ParityError, match=r"^combine: rows must be contiguous, strides \(1, 4\)"):
         steps.combine(columns, one, ids, 0, 1, torch.empty(4, 256))
+
+
+def test_the_first_of_several_bad_values_is_named():
+    scales, codes = torch.ones(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
+    for at in ((0, 3), (1, 0), (2, 2)):
+        scales[at], codes[at] = -2.0, 0x7F
+    with pytest.raises(ParityError, match=r"^scales\[0, 3\] is -2 "):
+        check_scales(scales)
+    with pytest.raises(ParityError, match=r"^codes\[0, 3\] is the NaN 0x7f\.$"):
+        check_codes(codes)

@@ -26,7 +26,8 @@ def scale_and_multiplier(amax, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         bits = tl.math.div_rn(floored, E4M3_MAX).to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) & 0xFF) + ((bits & 0x007FFFFF) != 0).to(tl.int32)
-        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+        # At least 1 by itself: a quotient below 2^-126 is not zero.  Infinity has no ceiling.
+        exponent = tl.minimum(exponent, 254)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         multiplier = tl.math.div_rn(1.0, scale)
     else:
