@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -76,6 +77,17 @@ def blank(path: Path) -> bool:
 # --- a session ------------------------------------------------------------------------------------
 
 
+def locked(path: Path) -> TextIO:
+    """Open a session's file to write at its end, or refuse where a run has it."""
+    stream = path.open("a")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise Refusal(f"another run writes to {path}; wait for it, or name another file.") from None
+    return stream
+
+
 class Session:
     """A file of JSON lines: a head, the mutants, the results so far."""
 
@@ -108,10 +120,9 @@ class Session:
         return text[: text.rfind("\n") + 1]
 
     def open(self) -> TextIO:
-        """Return the file, to add results at its end."""
-        whole = self._whole().encode()
-        stream = self.path.open("a")
-        stream.truncate(len(whole))
+        """Return the file, to add results at its end; no other run has it until it is closed."""
+        stream = locked(self.path)
+        stream.truncate(len(self._whole().encode()))
         return stream
 
     def add(self, stream: TextIO, number: int, result: dict[str, Any]) -> None:

@@ -206,6 +206,18 @@ def test_a_session_survives_half_a_line(tmp_path: Path):
     assert settings.Session(made.path).results[1] == {"result": 1, "outcome": "killed"}
 
 
+def test_a_session_has_one_run_at_a_time(tmp_path: Path):
+    """A second run, or a new session in its place, would mix results of different mutants."""
+    made = session(tmp_path / "s", ["killed"])
+    before = made.path.read_bytes()
+    with made.open():
+        for again in (made.open, lambda: settings.locked(made.path)):
+            with pytest.raises(changes.Refusal, match=r"another run writes to .*/s; wait for it"):
+                again()
+    settings.locked(made.path).close()
+    assert made.path.read_bytes() == before
+
+
 def test_what_is_counted(tmp_path: Path):
     """No test is no kill; what is listed as equivalent counts on neither side."""
     outcomes = ["killed", "timeout", "does not import", "crashed", "survived", "no tests",
