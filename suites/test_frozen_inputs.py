@@ -19,6 +19,7 @@ import torch
 from moe_parity.references.language import Case, Gate, Hazard, InputDtype, Routing, Values
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.quant.aims import POOLS
+from moe_parity.references.stages.swiglu.pools import VERSIONS
 
 FILE = Path(__file__).with_name("frozen_inputs.json")
 BASES = {
@@ -37,7 +38,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {}, {"seed": 5}, {"m": 0}, {"m": 1}, {"ep_size": 2, "ep_rank": 1}, {"clamp": 9.97},
     {"group": 64}, *({"values": v} for v in Values), *({"routing": r} for r in Routing),
     *({"gate": g} for g in Gate), *({"hazard": h} for h in Hazard),
-    *({"dtype": d} for d in InputDtype), *({"values": Values.AIMED, "pool": p} for p in POOLS),
+    *({"dtype": d} for d in InputDtype),
+    *({"values": Values.AIMED, "pool": pool} for pool in {*POOLS, *VERSIONS}),
+    *({"values": Values.SPECIAL, "pool": pool} for pool in {*POOLS, *VERSIONS}),
     {"values": Values.AIMED, "clamp": 9.97},
     {"values": Values.AIMED, "routing": Routing.HOLES, "ep_size": 2, "ep_rank": 1},
     {"values": Values.SPECIAL, "dtype": InputDtype.FP32, "m": 300},
@@ -74,7 +77,7 @@ def digest(value: Any) -> str:
                 total.update(field.name.encode())
                 take(getattr(value, field.name))
         else:
-            total.update(repr(value).encode())
+            total.update(getattr(value, "__name__", repr(value)).encode())
 
     take(value)
     return total.hexdigest()[:16]
