@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from moe_parity.harness.checks.compare import comparable
+from moe_parity.kernels import find
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.language import Case, ScaleFormat, Values
+from moe_parity.references.language import Case, Gate, ScaleFormat, Values
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.references.stages.layer.reference import layer
@@ -178,3 +179,33 @@ def test_output_types(dtype: torch.dtype, made):
         made, batch=dataclasses.replace(made.batch, ids=made.batch.ids.long())
     )
     assert torch.equal(comparable(call(wide, out_dtype=dtype)), want)
+
+
+def test_what_is_left_out_has_a_default(few):
+    """fp32 scales of both quantizations, first expert 0: as if it were said."""
+    batch, experts = few.batch, few.experts
+    said = moe.run_stages(
+        batch.x, batch.ids, batch.weights, experts, power_of_two=False, mid_power_of_two=False
+    )
+    plain = dataclasses.replace(
+        type(experts)(
+            w13=experts.w13, w13_scale=experts.w13_scale, w2=experts.w2, w2_scale=experts.w2_scale
+        )
+    )
+    assert plain.first == 0
+    left_out = moe.run_stages(batch.x, batch.ids, batch.weights, plain)
+    for name, value in vars(said).items():
+        assert torch.equal(comparable(value), comparable(vars(left_out)[name])), name
+
+
+@pytest.mark.parametrize("path", ["decode", "large"])
+def test_a_layer_that_we_do_not_take_is_declined_by_its_sentence(path: str):
+    kernel = find(f"ours_{path}")
+    assert kernel.declines(CASE, "cpu") is None
+    for change in ({"h": 192}, {"i": 320}, {"h": 127}, {"i": 129}):
+        case = dataclasses.replace(CASE, **change)
+        words = f"H = {case.h} and I = {case.i} must be multiples of 128."
+        assert str(kernel.declines(case, "cpu")) == words
+    shifted = kernel.declines(dataclasses.replace(CASE, gate=Gate.SWIGLUOAI), "cpu")
+    expected = "alpha and beta take the large path." if path == "decode" else "None"
+    assert str(shifted) == expected

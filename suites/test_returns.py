@@ -11,10 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_parity.harness.calling.poison import GUARD
 from moe_parity.harness.checks.flow import check
 from moe_parity.kernels import Call, Fate, Produced, registry
+from moe_parity.references.arithmetic.formats import pack_ue8m0, ue8m0_encode
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Contract, Hazard, ScaleLayout, Values
+from moe_parity.references.language import (
+    Case,
+    Contract,
+    Hazard,
+    ScaleFormat,
+    ScaleLayout,
+    Values,
+)
 from moe_parity.references.recipes.deepgemm import DEEPGEMM_GEMM
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
@@ -229,6 +238,56 @@ def test_padding_that_must_be_zero(gaps: float | None, last: float | None, green
     kernel = dataclasses.replace(kernel_of("act_quant", pads), contract=Contract(pads_zero=True))
     found = red(kernel, case)
     assert set(found) == (set() if green else {"write_set"})
+
+
+@pytest.mark.parametrize(("junk", "green"), [(0, True), (1, False)])
+def test_a_group_that_does_not_exist_packs_a_zero(junk: int, green: bool):
+    """Three groups of a row fill three of the four bytes of a word."""
+
+    def packs(call: Call) -> dict[str, Tensor]:
+        made = call.stage.reference(call.case, call.inputs, OURS)
+        words = pack_ue8m0(ue8m0_encode(made["scales"]))
+        words[-1, -1] |= junk << 24
+        return {"codes": made["codes"], "scales": call.new("scales").copy_(words)}
+
+    case = Case(m=5, h=384, scale=ScaleFormat.UE8M0_PACKED)
+    found = red(kernel_of("act_quant", packs), case)
+    if green:
+        assert not found
+    else:
+        assert "packs exponents of groups that do not exist" in found["exact"]
+
+
+def test_fates_of_memory_with_three_axes():
+    """A fate for each row: all dimensions but the last."""
+
+    def cubes(call: Call) -> Produced:
+        made = call.stage.reference(call.case, call.inputs, DEEPGEMM_GEMM)["rows"]
+        cube = call.new("cube", (call.case.m, 2, made.shape[1]), dtype=made.dtype)
+        rows = cube.view(made.shape).copy_(made)
+        fates = torch.full((call.case.m, 2), int(Fate.LIVE), dtype=torch.int8)
+        return Produced(outputs={"rows": rows}, fates={"cube": fates})
+
+    assert not red(kernel_of("fc1", cubes, DEEPGEMM_GEMM), CASES["fc1"])
+
+
+@pytest.mark.parametrize("layout", ScaleLayout)
+@pytest.mark.parametrize("offset", [-1, 1, GUARD])
+def test_the_guards_reach_as_far_as_they_say(layout: ScaleLayout, offset: int):
+    """The byte before the output, the first after it and its layout's padding, the last guarded."""
+
+    def beside(call: Call) -> dict[str, Tensor]:
+        out = {n: call.new(n).copy_(v) for n, v in right(call).items()}
+        scales = out["scales"]
+        end = sum((n - 1) * s for n, s in zip(scales.shape, scales.stride(), strict=True)) + 1
+        memory = torch.empty(0, dtype=torch.uint8).set_(scales.untyped_storage())
+        start = scales.storage_offset() * 4
+        after = start + 4 * (end + -end % max(scales.stride()))
+        memory[start - 1 if offset < 0 else after + offset - 1] = 1
+        return out
+
+    case = dataclasses.replace(CASES["act_quant"], m=33, layout=layout)
+    assert "writes beside scales" in red(kernel_of("act_quant", beside), case)["write_set"]
 
 
 def _registered(**options: Any) -> Any:

@@ -61,8 +61,8 @@ class PoisonedAllocator:
     """An allocator whose outputs lie in poison: guards, stride gaps, padding, the output itself."""
 
     device: str
-    poison: int = POISONS[0]
-    names: Collection[str] = ()
+    poison: int
+    names: Collection[str]
     """What the stage's outputs are called; anything else is scratch memory."""
     outputs: list[Output] = field(default_factory=list)
 

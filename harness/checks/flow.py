@@ -148,13 +148,13 @@ def _with(verdict: Verdict, **changes: Any) -> Verdict:
 def _others(
     kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, again: Memory | Verdict | None
 ) -> Iterator[Verdict]:
-    checks, recipe = kernel.contract.checks, kernel.recipes(case, device)[0]
+    checks = kernel.contract.checks
     if Check.INPUT_KEPT in checks:
         fault = "" if ran.input_kept else f"{kernel.stage} of {kernel.name} writes to its input."
         compared = sum(t.numel() for t in kernel.stage.handed(inputs))
         yield found(Check.INPUT_KEPT, fault, compared=compared)
     if Check.FINITE in checks:
-        yield finite(kernel, case, inputs, ran, recipe)
+        yield finite(kernel, case, inputs, ran, kernel.recipes(case, device))
     if isinstance(again, Verdict):
         yield again
     elif again is not None:
@@ -166,10 +166,13 @@ def _others(
         yield row_subset(kernel, case, device, inputs, ran)
 
 
-def finite(kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipe: Recipe) -> Verdict:
-    """Every live output is finite where the reference is."""
+def finite(
+    kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipes: tuple[Recipe, ...]
+) -> Verdict:
+    """Every live output is finite where the reference is, by any of the recipes it may follow."""
     stage = kernel.stage
-    want, outputs = stage.reference(case, inputs, recipe), stage.outputs(case, inputs)
+    wanted = [stage.reference(case, inputs, recipe) for recipe in recipes]
+    names, outputs = " or ".join(r.name for r in recipes), stage.outputs(case, inputs)
     live = stage.live(case, inputs)
     compared = wrong = 0
     fault = ""
@@ -178,7 +181,9 @@ def finite(kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipe: Recipe) ->
         if output.kind is Kind.INTEGERS:
             continue
         broken = output.codes.is_nan if output.kind is Kind.CODES else _not_finite
-        bad = broken(got) & ~broken(want[name])
+        bad = broken(got)
+        for want in wanted:
+            bad &= ~broken(want[name])
         if name in live:
             bad &= live[name].view(-1, *[1] * (bad.dim() - 1))
         compared += bad.numel()
@@ -187,12 +192,12 @@ def finite(kernel: Kernel, case: Case, inputs: Any, ran: Ran, recipe: Recipe) ->
             place = where(inputs, output, tuple(int(n) for n in bad.nonzero()[0]))
             fault = fault or (
                 f"{stage} of {kernel.name} is not finite at {place} of {name}, where recipe "
-                f"{recipe.name} is"
+                f"{names} is"
             )
     if all(output.kind is Kind.INTEGERS for output in outputs.values()):
         return Verdict(check=Check.FINITE, verdict="skip", reason="integers are all finite")
     text = f"{fault}; {wrong} outputs in all." if fault else ""
-    return found(Check.FINITE, text, recipe=recipe.name, compared=compared, differing=wrong)
+    return found(Check.FINITE, text, recipe=recipes[0].name, compared=compared, differing=wrong)
 
 
 def _not_finite(values: Tensor) -> Tensor:

@@ -122,10 +122,9 @@ def _gemm(call: Call, block: int) -> Tensor:
 
     inputs, out = call.inputs, call.new("rows")
     aligned = steps.align(inputs.ids, inputs.first, inputs.w.shape[0], block)
-    shared = max(inputs.top_k, 1)
     return steps.grouped_gemm(
-        inputs.a, inputs.a_scale, inputs.w, inputs.w_scale, aligned, inputs.expert.numel(), shared,
-        inputs.bias, out,
+        inputs.a, inputs.a_scale, inputs.w, inputs.w_scale, aligned, inputs.expert.numel(),
+        inputs.top_k, inputs.bias, out,
     )  # fmt: skip
 
 
@@ -213,6 +212,5 @@ def ours_combine(call: Call) -> Tensor:
     from moe_parity.kernels.ours import steps
 
     inputs, out = call.inputs, call.new("out")
-    rows = inputs.rows.flatten(0, 1) if inputs.rows.is_contiguous() else inputs.rows
-    steps.combine(rows, inputs.weights, inputs.ids, inputs.first, inputs.experts, out)
+    steps.combine(inputs.rows, inputs.weights, inputs.ids, inputs.first, inputs.experts, out)
     return out

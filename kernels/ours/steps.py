@@ -198,7 +198,10 @@ def _width(step: str, rows: Tensor) -> int:
 def combine(
     rows: Tensor, weights: Tensor | None, ids: Tensor, first: int, experts: int, out: Tensor
 ) -> None:
-    """Sum bf16 rows [M * k, H] into ``out`` [M, H] (bf16, fp16 or fp32), weights None for ones."""
+    """Sum bf16 rows [M * k, H] or [M, k, H] into ``out`` [M, H], bf16, fp16 or fp32.
+
+    Weights None are ones.
+    """
     tokens, k = ids.shape
     columns = out.shape[1]
     if not rows.is_contiguous():
