@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
+from moe_parity.harness.calling.run import on_device
 from moe_parity.harness.cases import budget
 from moe_parity.harness.cases.grid import param, params
 from moe_parity.harness.checks.expect import Recorder, expect
@@ -72,14 +74,26 @@ def test_sizes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: 
 OURS = ("ours_fc1_decode", "ours_fc1_large", "ours_fc2_decode", "ours_fc2_large")
 
 
-@pytest.mark.parametrize(("kernel", "case"), [param(find(name), SMALL, "bias") for name in OURS])
+RAGGED = Case(m=3, e=3, k=1, h=336, i=180)
+
+
+def biased() -> Iterator[ParameterSet]:
+    """Yield whole tiles of N, and an N that ends inside one."""
+    for name in OURS:
+        whole = {"h": 128} if find(name).stage is FC1 else {"i": 128}
+        yield param(find(name), SMALL, "bias")
+        yield param(find(name), dataclasses.replace(RAGGED, **whole), "bias")
+
+
+@pytest.mark.parametrize(("kernel", "case"), list(biased()))
 def test_bias(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """A bias that is no BF16 number; before or after the rounding is told apart."""
     inputs = kernel.stage.inputs(case, parity_device)
     shape = inputs.w.shape[:2]
     bias = random_bits.normal(1, "bias", *shape, device=parity_device)
     biased = dataclasses.replace(inputs, bias=bias)
-    expect(kernel, case, parity_device, parity_recorder, power=True, inputs=biased)
+    power = case is SMALL
+    expect(kernel, case, parity_device, parity_recorder, power=power, inputs=biased)
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -111,6 +125,15 @@ def test_our_gemms_take_every_size(name: str):
             assert str(reason) == f"{name}: K = {ragged[1]} must be a multiple of 128."
         else:
             assert reason is None
+
+
+@pytest.mark.parametrize(("name", "block"), [(n, 16 if "decode" in n else 64) for n in OURS])
+def test_a_path_has_its_own_blocks(name: str, block: int):
+    """Both give the same bits, so that a kernel under the other's name would be green."""
+    virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
+    with virtual_gpu.record() as tape:
+        on_device(find(name), Case(m=2, e=2, k=1), "cpu")
+    assert [launch.options["BLOCK"] for launch in tape.launches] == [block] * 2
 
 
 def test_every_stage_has_our_kernel():

@@ -14,7 +14,7 @@ import torch
 from moe_parity.harness.checks.compare import comparable
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.language import Case, ScaleFormat, Values
-from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.recipes.ours import OURS, OURS_AFTER
 from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.references.stages.layer.reference import layer
 from moe_parity.references.stages.quant.decisions import QuantRecipe
@@ -44,9 +44,9 @@ def call(made, **options):
     return moe.run_moe(x, batch.ids, batch.weights, made.experts, **options)
 
 
-def expected(made, **asked):
+def expected(made, recipe=OURS, **asked):
     question = dataclasses.replace(made.asked, **asked)
-    return layer(dataclasses.replace(made, asked=question), OURS).out
+    return layer(dataclasses.replace(made, asked=question), recipe).out
 
 
 def test_output_of_the_caller(made):
@@ -161,6 +161,15 @@ def test_any_number_is_a_limit(limit, few):
     for path in ("decode", "large"):
         assert torch.equal(comparable(call(few, limit=limit, path=path)), want)
     assert not torch.equal(want, comparable(expected(few)))
+
+
+@pytest.mark.parametrize("limit", [0.125, 1.0])
+def test_a_limit_after_silu(limit: float, few):
+    """It has no lower end: SiLU falls to -0.28, below a small limit's negative."""
+    want = comparable(expected(few, OURS_AFTER, limit=limit))
+    for path in ("decode", "large"):
+        assert torch.equal(comparable(call(few, limit=limit, clamp="after", path=path)), want)
+    assert not torch.equal(want, comparable(expected(few, limit=limit)))
 
 
 def test_any_number_is_alpha_and_beta(few):
