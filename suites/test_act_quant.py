@@ -10,7 +10,7 @@ from moe_parity.harness.cases.grid import formats, params
 from moe_parity.harness.cases.strategies import activations
 from moe_parity.harness.checks.expect import Recorder, expect, needs
 from moe_parity.harness.session import environment
-from moe_parity.kernels import Kernel
+from moe_parity.kernels import Kernel, find
 from moe_parity.references.language import Case, Hazard, InputDtype, ScaleLayout, Values
 from moe_parity.references.stages import ACT_QUANT
 from moe_parity.references.stages.quant.inputs import aimed_rows
@@ -64,3 +64,15 @@ def test_not_contiguous(kernel: Kernel, case: Case, parity_device: str, parity_r
 def test_shapes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """From no token to 4096, from one group to the hidden size of DeepSeek-V3."""
     expect(kernel, case, parity_device, parity_recorder)
+
+
+def test_our_quantizer_of_activations_declines_what_it_cannot_do():
+    """A kernel that declined more would leave every grid, and nobody would see it."""
+    kernel = find("ours_act_quant")
+    for group, h in ((64, 64), (64, 192), (128, 128), (128, 7168)):
+        assert kernel.declines(Case(group=group, h=h), "cpu") is None
+    for group, h, sentence in (
+        (32, 128, "the group must be 64 or 128, not 32."),
+        (128, 192, "K = 192 is not a multiple of the group, 128."),
+    ):
+        assert str(kernel.declines(Case(group=group, h=h), "cpu")) == sentence

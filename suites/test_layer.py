@@ -57,6 +57,7 @@ def test_two_scale_formats(
 
 ASKED = [
     dataclasses.replace(SMALL, gate=Gate.SWIGLUOAI, clamp=7.0),
+    Case(m=2, e=2, clamp=0.5),  # a limit that is reached
     *(dataclasses.replace(SMALL, i=128, hazard=h) for h in (Hazard.STRIDED, Hazard.TRANSPOSED)),
 ]
 
@@ -114,6 +115,19 @@ def test_experts_that_are_not_hit_hold_nan():
     assert bool((made.expert < 0).any())
     for expert in range(2):
         assert bool(torch.isnan(made.experts.w13_scale[expert]).all()) == (expert in untouched)
+
+
+@pytest.mark.parametrize("path", ["decode", "large"])
+def test_our_layer_declines_what_it_cannot_do(path: str):
+    """A kernel that declined more would leave the grid, and nobody would see it."""
+    (kernel,) = [kernel for kernel in KERNELS if kernel.name == f"ours_{path}"]
+    assert kernel.declines(SMALL, "cpu") is None
+    for size in ({"h": 200}, {"i": 200}):
+        case = dataclasses.replace(SMALL, **size)
+        sentence = f"H = {case.h} and I = {case.i} must be multiples of 128."
+        assert str(kernel.declines(case, "cpu")) == sentence
+    reason = kernel.declines(dataclasses.replace(SMALL, gate=Gate.SWIGLUOAI), "cpu")
+    assert str(reason) == {"decode": "alpha and beta take the large path.", "large": "None"}[path]
 
 
 def test_every_case_is_taken_by_our_large_path():

@@ -7,12 +7,14 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from moe_parity.harness.cases.grid import params
 from moe_parity.harness.checks.expect import Recorder, expect
 from moe_parity.harness.session import environment
-from moe_parity.kernels import Kernel
-from moe_parity.references.arithmetic.formats import BLOCK
+from moe_parity.kernels import Kernel, find
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.arithmetic.formats import BLOCK, f32_to_bf16
 from moe_parity.references.language import Case, Gate, Hazard, ScaleFormat, ScaleLayout, Values
 from moe_parity.references.stages import SWIGLU, SWIGLU_QUANT
 from moe_parity.references.stages.swiglu.aims import LOW_LIMIT
@@ -79,3 +81,38 @@ def plain_cases() -> Iterator[Case]:
 def test_plain(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """SiLU's forms and the limit, rounded to BF16."""
     expect(kernel, case, parity_device, parity_recorder, power=True)
+
+
+def test_rows_that_are_nobodys_are_neither_read_nor_written(parity_device: str):
+    """Those of other ranks hold NaN; what is beside the own rows stays as it was."""
+    steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+    ids = torch.tensor([[4], [3], [-1], [5], [6], [4]], dtype=torch.int32, device=parity_device)
+    own = torch.tensor([0, 3, 5], device=parity_device)
+    rows = torch.full((6, 512), float("nan"), dtype=torch.bfloat16, device=parity_device)
+    rows[own] = f32_to_bf16(random_bits.normal(3, "rows", 3, 512, device=parity_device))
+    out = torch.full((6, 256), -7.0, dtype=torch.bfloat16, device=parity_device)
+    codes = torch.full((6, 256), 0x5C, dtype=torch.uint8, device=parity_device)
+    scales = torch.full((6, 2), -7.0, device=parity_device)
+    steps.swiglu(rows, ids, 4, 2, steps.Activation(), out)
+    steps.swiglu_quant(rows, ids, 4, 2, steps.Activation(), False, codes, scales)
+    foreign = torch.ones(6, dtype=torch.bool, device=parity_device)
+    foreign[own] = False
+    assert bool((out[foreign] == -7.0).all())
+    assert bool((codes[foreign] == 0x5C).all())
+    assert bool((scales[foreign] == -7.0).all())
+    assert bool((out[own] != -7.0).all())
+    assert bool((scales[own] > 0).all())
+    assert not bool((codes[own] == 0x5C).all(1).any())
+
+
+def test_our_swiglu_declines_what_it_cannot_do():
+    """A kernel that declined more would leave the grid, and nobody would see it."""
+    kernel = find("ours_swiglu_quant")
+    for taken in ({}, {"i": 640}, {"scale": ScaleFormat.UE8M0}):
+        assert kernel.declines(Case(**taken), "cpu") is None
+    for wrong in ({"i": 200}, {"group": 64}):
+        reason = str(kernel.declines(Case(**wrong), "cpu"))
+        assert reason == f"I = {wrong.get('i', 128)} must be a multiple of the group, 128."
+    for wrong in ({"scale": ScaleFormat.UE8M0_PACKED}, {"layout": ScaleLayout.COLUMN}):
+        reason = str(kernel.declines(Case(**wrong), "cpu"))
+        assert reason == "it writes row-major fp32 scales, which is what our GEMM reads."
