@@ -59,8 +59,9 @@ def test_gemm(kernel: Kernel, case: Case, parity_device: str, parity_recorder: R
 
 def sizes() -> Iterator[Case]:
     """N alone ragged, 2 I in fc1 and H in fc2; no power of two; tiles that are not full."""
-    yield Case(m=2, e=2, h=128, i=180)
-    yield Case(m=2, e=2, h=336, i=128)
+    # Every expert is hit: the last one ends where the memory does.
+    yield Case(m=1, e=3, k=3, h=128, i=180)
+    yield Case(m=1, e=3, k=3, h=336, i=128)
     yield Case(m=17, e=1, k=1, h=384, i=384)
 
 
@@ -74,7 +75,7 @@ def test_sizes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: 
 OURS = ("ours_fc1_decode", "ours_fc1_large", "ours_fc2_decode", "ours_fc2_large")
 
 
-RAGGED = Case(m=2, e=2, h=336, i=180)
+RAGGED = Case(m=1, e=3, k=3, h=336, i=180)
 
 
 def biased() -> Iterator[ParameterSet]:
