@@ -37,7 +37,7 @@ PLAIN = Case(values=Values.AIMED, pool=POOL)
 LOW = dataclasses.replace(PLAIN, clamp=aims.LOW_LIMIT)
 SPECIAL = dataclasses.replace(PLAIN, clamp=aims.ODD_LIMIT, values=Values.SPECIAL)
 GATED: Mapping[str, tuple[tuple[Case, str], ...]] = {
-    "swiglu.silu": ((PLAIN, "codes"), (PLAIN, "scales")),
+    "swiglu.silu": ((PLAIN, "codes"), (PLAIN, "scales"), (PLAIN, "flushed")),
     "swiglu.product_rounding": ((PLAIN, "codes"),),
     "swiglu.clamp_order": ((LOW, "own_limit"),),
     "swiglu.clamp_rounding": (
@@ -109,8 +109,9 @@ def aimed(stage: Stage[Any], decision: str, most: int | None = None) -> Iterator
 
 # --- what no input can show ---------------------------------------------------------------------
 
-SLOW = frozenset({"mul_recip", "div", "tl_sigmoid", "div_full", "div_approx"})
-"""The forms of SiLU but that of fast-math, which alone is 0 from -87.5 on."""
+SLOW = frozenset({"mul_recip", "div", "tl_sigmoid", "div_full"})
+"""The forms of SiLU with a division or a reciprocal that keeps what is tiny: the others are 0 from
+-87.5 on, and that of fast-math at subnormal gates too."""
 
 
 def swiglu_of(recipe: Recipe) -> SwigluRecipe:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import pytest
 import torch
 
 from moe_parity.references.arithmetic import random_bits
@@ -19,6 +18,7 @@ from moe_parity.references.arithmetic.formats import E4M3, bits_of
 from moe_parity.references.language import neighbours
 from moe_parity.references.stages.gemm import reference
 from moe_parity.references.stages.gemm.decisions import Accumulate, DotUnit, GemmRecipe
+from moe_parity.suites.interpreted import needs_interpreter
 
 BASE = GemmRecipe(accumulate=Accumulate.MUL_ADD)
 WIDE, DEEP, SMALL = (24, 130, 40, 2), (5, 9, 136, 1), (5, 9, 40, 1)
@@ -64,7 +64,7 @@ def compare() -> int:
 
 def test_the_gpu_form_of_the_reference_is_the_plain_one_in_the_interpreter():
     """In a process of its own: Triton decides at its import whether it interprets."""
-    pytest.importorskip("triton", reason="needs Triton")
+    needs_interpreter()
     child = subprocess.run(
         [sys.executable, "-W", "ignore", __file__], text=True, capture_output=True,
         env=os.environ | {"TRITON_INTERPRET": "1"},

@@ -22,6 +22,7 @@ from moe_parity.references.arithmetic import random_bits, rounding
 from moe_parity.references.arithmetic.formats import bits_of, from_bits
 from moe_parity.references.chips import special, tensor_core, tensor_core_numba, unit_named
 from moe_parity.suites import by_definition as exact
+from moe_parity.suites.interpreted import needs_interpreter
 
 NAN = 0x7FFFFFFF
 INF = 0x7F800000
@@ -154,7 +155,7 @@ def test_the_form_of_a_gpu_gives_the_same_bits(tmp_path: Path):
     Every pair of codes; random codes over two groups of K beside accumulators of every exponent,
     infinities and NaN among them, and zeros alone beside them.
     """
-    pytest.importorskip("triton", reason="needs Triton")
+    needs_interpreter()
     cases = {}
     a, b = (random_bits.integers(5, name, 8, 33, below=256).byte() for name in "ab")
     a, b = (torch.where(t & 0x7F == 0x7F, 0x7E, t) for t in (a, b))

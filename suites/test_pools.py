@@ -26,7 +26,7 @@ FROZEN = {
 }
 """SHA-256 of the two pools of seed 11, version 1, as they were when 116 witnesses were recorded."""
 SECOND = {
-    (Values.AIMED, None): "918b5c6aa7c4ecdb7c3339335319f727b70c6481294861584ed483f70f1f0b29",
+    (Values.AIMED, None): "39967a61feb1f95d29c7cb991348ea27465707d534f5df87eb43a572f093eccb",
     (Values.AIMED, 1.0115): "3551515948ea951bc6dee863cbb3a7771da571386664d1d06848d4beb7dfa749",
     (Values.SPECIAL, None): "5b7b354c98db663448e7af9fef343a04d880fa6c139e8f1dcc7b2e240091728e",
     (Values.SPECIAL, 1.0115): "5b7b354c98db663448e7af9fef343a04d880fa6c139e8f1dcc7b2e240091728e",

@@ -157,9 +157,16 @@ def _supports_routed(case: Case, device: str) -> str | None:
     return None if case.m else "vLLM returns early for zero tokens."
 
 
+def _supports_align(case: Case, device: str) -> str | None:
+    padded = -(-case.e // 32) * 32
+    if padded >= 1024:
+        return f"the op takes experts in warps of 32, fewer than 1024; {case.e} make {padded}."
+    return _supports_routed(case, device)
+
+
 @register(
     "vllm_moe_align_block_size", stage="align", recipes="no_rounding",
-    supports=_supports_routed, unavailable=package.no_moe_library,
+    supports=_supports_align, unavailable=package.no_moe_library,
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_moe_align_block_size(call: Call) -> Produced:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, bits_of, from_bits, round_bf16
-from moe_parity.references.stages.swiglu.silu import Silu, silu
+from moe_parity.references.stages.swiglu.silu import Silu, silu_of_the_pools
 
 
 def every_gate(seed: int) -> Tensor:
@@ -44,7 +44,7 @@ def _telling_pairs(forms: tuple[Silu, ...]) -> tuple[Tensor, Tensor]:
     word = ((exponent[:, None] << 23) + (torch.arange(128, dtype=torch.int32) << 16)).flatten()
     gate = from_bits(torch.cat([word, word | -0x80000000]))
     up = 1.0 + torch.arange(128) / 128.0
-    products = [round_bf16(silu(gate, how)[:, None] * up) for how in forms]
+    products = [round_bf16(silu_of_the_pools(gate, how)[:, None] * up) for how in forms]
     told = torch.zeros(gate.numel(), BLOCK, dtype=torch.bool)
     for product in products[1:]:
         told |= bits_of(product) != bits_of(products[0])

@@ -84,6 +84,7 @@ def second(case: Case) -> Parts:
         found |= {"codes": telling.code_groups(), "scales": telling.scale_groups()}
         found["least"] = through_a_small_gate(telling.least_products())
         found["powers"] = telling.power_groups()
+        found["flushed"] = telling.flushed_groups()
         found["quotients"] = through_a_big_gate(telling.quotient_groups())
         for aim in QUANTIZERS[2]:
             through = through_a_small_gate if aim is tiny_groups else through_a_big_gate

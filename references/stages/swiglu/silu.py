@@ -31,11 +31,23 @@ class Silu(Option):
     DIV_FULL = "div_full", "g /~ RN(1 + tl.exp(-g))", "vLLM Triton kernels", True
     DIV_APPROX = (
         "div_approx",
-        "RN(g * rcp.approx(RN(1 + expf(-g))))",
+        "RN(g * rcp.approx.ftz(RN(1 + expf(-g))))",
         "vLLM persistent_masked_m_silu_mul_quant",
         True,
     )
     FAST = "fast", "g /f (1 + __expf(-g))", "SGLang silu_and_mul under --use_fast_math", True
+
+
+def silu_of_the_pools(gate: Tensor, how: Silu) -> Tensor:
+    """Return SiLU as the frozen pools were chosen by.
+
+    It differs in one form: the reciprocal of ``div_approx`` was no flushing one before a kernel
+    refuted it.
+    """
+    if how is Silu.DIV_APPROX:
+        denominator = add_rn(f32(1.0, gate), special.cuda_expf(-gate))
+        return mul_rn(gate, special.rcp_approx(denominator, ftz=False))
+    return silu(gate, how)
 
 
 def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
@@ -47,7 +59,8 @@ def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
         if how is Silu.DIV:
             return div_rn(gate, denominator)
         if how is Silu.DIV_APPROX:
-            return mul_rn(gate, special.rcp_approx(denominator, ftz=False))
+            # MUFU.RCP alone: the reciprocal of what is above 2^126 is flushed to 0.
+            return mul_rn(gate, special.rcp_approx(denominator, ftz=True))
         return mul_rn(gate, div_rn(one, denominator))
     if how is Silu.FAST:
         # Neither .ftz of the product and the sum shows: 2^x is 1 for a subnormal x as it is for 0,

@@ -29,7 +29,7 @@ from moe_parity.references.arithmetic.formats import (
 from moe_parity.references.arithmetic.rounding import f32, mul_rn
 from moe_parity.references.stages.quant.decisions import Apply, QuantRecipe, ScaleForm
 from moe_parity.references.stages.quant.reference import quantize
-from moe_parity.references.stages.swiglu.silu import Silu, silu
+from moe_parity.references.stages.swiglu.silu import Silu, silu_of_the_pools
 
 BIG_GATE = 32.0
 """SiLU of 32 is 32 exactly, in every form: up = y / 32 makes the product y."""
@@ -50,7 +50,11 @@ def _grid() -> tuple[Tensor, Tensor, dict[Silu, Tensor]]:
     exponent = torch.arange(111, 134, dtype=torch.int32)
     word = ((exponent[:, None] << 23) + (torch.arange(128, dtype=torch.int32) << 16)).flatten()
     gate = from_bits(torch.cat([word, word | -0x80000000]))
-    return gate, 1.0 + torch.arange(128) / 128.0, {form: silu(gate, form) for form in Silu}
+    return (
+        gate,
+        1.0 + torch.arange(128) / 128.0,
+        {form: silu_of_the_pools(gate, form) for form in Silu},
+    )
 
 
 def _product(form: Silu, rounding: str) -> Tensor:
@@ -190,3 +194,15 @@ def least_products() -> Tensor:
     """Return products [groups, 128] of nothing but one, every positive BF16 number below 2^-117."""
     word = torch.arange(1, (127 - 117) << 7, dtype=torch.int32) << 16
     return from_bits(word)[:, None].expand(-1, BLOCK).contiguous()
+
+
+def flushed_groups() -> Tensor:
+    """Return groups of gates whose SiLU is a subnormal, times ups that make a number of it.
+
+    A form that flushes gives 0.  All such BF16 gates of both signs, 16 mantissas of up.
+    """
+    word = torch.arange(1, 256, dtype=torch.int32) << 16
+    gate = from_bits(torch.cat([word, word | -0x80000000]))
+    gate = gate[torch.arange(16 * BLOCK) % gate.numel()].view(16, BLOCK)
+    up = 2.0**125 * (1.0 + torch.arange(16) / 16.0)
+    return torch.cat([gate, up[:, None].expand(16, BLOCK)], 1)
