@@ -20,6 +20,7 @@ from moe_parity.references.language import Case, Gate, Hazard, InputDtype, Routi
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.quant.aims import POOLS
 from moe_parity.references.stages.swiglu.pools import VERSIONS
+from moe_parity.suites.aimed import decided
 
 FILE = Path(__file__).with_name("frozen_inputs.json")
 BASES = {
@@ -32,7 +33,11 @@ BASES = {
     "swiglu_quant": (Case(m=70, i=256, e=3),),
     "fc2": (Case(m=9, e=6, k=3, h=128, i=384),),
     "combine": (Case(m=70, e=8, k=8, h=256), Case(m=3, e=6, k=1, h=256)),
-    "layer": (Case(m=5, e=6, k=3, h=256, i=128), Case(m=40, e=4, k=4, h=128, i=128)),
+    "layer": (
+        Case(m=5, e=6, k=3, h=256, i=128),
+        Case(m=40, e=4, k=4, h=128, i=128),
+        Case(m=3, e=4, k=2, h=256, i=256),
+    ),
 }
 CHANGES: tuple[dict[str, Any], ...] = (
     {}, {"seed": 5}, {"m": 0}, {"m": 1}, {"ep_size": 2, "ep_rank": 1}, {"clamp": 9.97},
@@ -60,6 +65,13 @@ def cases() -> Iterator[tuple[str, str, Case]]:
                 if shared and STAGES[stage].refusal(case) is None and key not in seen:
                     seen.add(key)
                     yield key, stage, case
+
+
+def aims() -> Iterator[tuple[str, Any]]:
+    """Yield (key, inputs) of every decision."""
+    for name, decision in sorted(decided().items()):
+        for seed in (0, 5):
+            yield f"{name}-aim-seed{seed}", decision.aim(seed)
 
 
 def digest(value: Any) -> str:
@@ -98,13 +110,22 @@ def test_inputs_are_what_they_were(stage: str):
     assert not changed, f"other inputs than before: {changed}"
 
 
+def test_the_inputs_of_every_decision_are_what_they_were():
+    """Those that are made for it alone, of two seeds."""
+    known = frozen()
+    changed = [key for key, value in aims() if digest(value) != known.get(key)]
+    assert not changed, f"other inputs than before: {changed}"
+
+
 def test_every_case_is_frozen():
     """No line is left over, and none is missing."""
-    assert set(frozen()) == {key for key, _, _ in cases()}
+    assert set(frozen()) == {key for key, _, _ in cases()} | {key for key, _ in aims()}
 
 
 if __name__ == "__main__":
     known = frozen()
     for key, name, case in cases():
         known.setdefault(key, digest(STAGES[name].inputs(case)))
+    for key, value in aims():
+        known.setdefault(key, digest(value))
     FILE.write_text(json.dumps(known, indent=0) + "\n")

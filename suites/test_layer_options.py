@@ -22,6 +22,7 @@ from moe_parity.references.stages.quant.decisions import QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
+steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
 
 CASE = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
 
@@ -218,3 +219,26 @@ def test_a_layer_that_we_do_not_take_is_declined_by_its_sentence(path: str):
     shifted = kernel.declines(dataclasses.replace(CASE, gate=Gate.SWIGLUOAI), "cpu")
     expected = "alpha and beta take the large path." if path == "decode" else "None"
     assert str(shifted) == expected
+
+
+@pytest.mark.parametrize("name", ["fc1_decode", "fc1_large", "fc2_decode", "fc2_large"])
+def test_a_gemm_declines_a_ragged_k_by_its_sentence(name: str):
+    kernel = find(f"ours_{name}")
+    assert kernel.declines(CASE, "cpu") is None
+    word = "h" if name.startswith("fc1") else "i"
+    for k in (64, 129, 258):
+        declined = kernel.declines(dataclasses.replace(CASE, **{word: k}), "cpu")
+        assert str(declined) == f"K = {k} must be a multiple of 128."
+
+
+def test_limits_of_experts_without_a_quantization(few):
+    """A limit for each expert in SwiGLU alone: where all are one number, it is that number."""
+    rows, ids = torch.randn(4, 512, device=few.batch.x.device).bfloat16(), few.batch.ids[:2, :2]
+    limits = torch.full((few.experts.count,), 0.5, device=rows.device)
+    one, each = (
+        steps.swiglu(rows, ids, 0, few.experts.count, steps.Activation(clamp="before", **how))
+        for how in ({"limit": 0.5}, {"limits": limits})
+    )
+    assert torch.equal(comparable(one), comparable(each))
+    free = steps.swiglu(rows, ids, 0, few.experts.count, steps.Activation())
+    assert not torch.equal(comparable(one), comparable(free))

@@ -13,10 +13,12 @@ import torch
 from moe_parity.harness.evidence import witness
 from moe_parity.kernels import find
 from moe_parity.references.chips import special, tensor_core
-from moe_parity.references.language import Case, ScaleFormat, Values
+from moe_parity.references.language import Case, Routing, ScaleFormat, Values
 from moe_parity.references.recipes import ALL
 from moe_parity.references.recipes.ours import NO_ROUNDING, OURS
+from moe_parity.references.recipes.vllm import VLLM_TRITON
 from moe_parity.references.stages import STAGES
+from moe_parity.references.stages.layer.operands import Asked
 from moe_parity.suites.planted import CASES
 
 # --- costs --------------------------------------------------------------------------------------
@@ -76,6 +78,8 @@ def test_a_subset_is_some_rows_of_the_whole(stage: str):
     """They are those it says, and by the reference they have the bits that they have there."""
     owner, case = STAGES[stage], WHOLE[stage]
     recipe = NO_ROUNDING if stage in ("align", "permute") else OURS
+    # with the weights in its epilogue FC2 reads all that it is given
+    recipe = VLLM_TRITON if stage == "fc2" else recipe
     inputs = owner.inputs(case)
     whole = owner.reference(case, inputs, recipe)
     found = []
@@ -93,6 +97,29 @@ def test_a_subset_is_some_rows_of_the_whole(stage: str):
 def test_one_row_has_no_subset(stage: str):
     one = dataclasses.replace(WHOLE[stage], **({"i": 64} if stage == "weight_quant" else {"m": 1}))
     assert not list(STAGES[stage].subsets(one, STAGES[stage].inputs(one)))
+
+
+# --- rows of nobody -------------------------------------------------------------------------------
+
+
+def test_a_sum_leaves_out_what_is_nobodys():
+    """Rows that are not owned hold NaN; the sum is that of the others, in order of k."""
+    case = Case(m=40, e=4, k=3, h=64, routing=Routing.HOLES, ep_size=2, ep_rank=1)
+    inputs = STAGES["combine"].inputs(case)
+    out = STAGES["combine"].reference(case, inputs, OURS)["out"]
+    owned = (inputs.ids >= 2) & (inputs.ids < 4)
+    assert 0 < int(owned.sum()) < owned.numel()
+    assert torch.equal(torch.isnan(inputs.rows).all(2), ~owned)
+    rows = torch.where(owned[..., None], inputs.rows.double(), 0.0)
+    want = (rows * inputs.weights.double()[..., None]).sum(1)
+    assert torch.allclose(out.double(), want, rtol=2**-7, atol=2**-7)
+
+
+def test_what_a_caller_leaves_out():
+    """Plain SiLU without a limit, fp32 scales, the first rank."""
+    asked = Asked()
+    assert (asked.limit, asked.alpha, asked.beta) == (None, 1.0, 0.0)
+    assert asked.scale is asked.mid is ScaleFormat.FP32
 
 
 # --- witnesses ----------------------------------------------------------------------------------
@@ -113,7 +140,12 @@ def test_every_witness_is_of_a_case_that_would_be_recorded_again():
         kernel = find(name)
         kept = {path.stem.partition("-")[2] for path in KEPT if path.name.startswith(f"{name}-")}
         cases = kernel.stage.witness_cases()
-        assert kept <= {c.id for c in cases if kernel.declines(c, "cuda") is None}, name
+        taken = {c.id: c.seed for c in cases if kernel.declines(c, "cuda") is None}
+        assert kept <= set(taken), name
+        for path in KEPT:
+            if path.name.startswith(f"{name}-"):
+                seen = witness.read(path)[0]
+                assert seen.seed == taken[path.stem.partition("-")[2]], path.name
         covered.setdefault(kernel.stage.name, set()).update(kept)
     covered["fc2"] |= covered["fc1"]  # no kernel of fc2 is dense
     for stage, kept in covered.items():

@@ -18,7 +18,7 @@ from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.session.watch import Overrun, current
 from moe_parity.kernels import Call, Fate, Produced
 from moe_parity.kernels.registry import RecipesOf
-from moe_parity.references.language import Recipe, Values
+from moe_parity.references.language import Check, Contract, Recipe, Values
 from moe_parity.references.language.stage import Kind, Output
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
@@ -246,6 +246,8 @@ def test_what_is_equal_is_not_called_a_match(stage: str):
 
     verdict = judged(stage, one_code)["exact"]
     assert "scales equal, 1 of " in verdict.message
+    assert "codes (at most 1 step)" in verdict.message
+    assert " of codes: got" not in verdict.message
     assert "scales match with" not in verdict.message
     assert "ulp" not in verdict.message
     assert verdict.max_ulp is None
@@ -308,6 +310,7 @@ def test_a_record_says_what_it_is_about():
     assert len(told) == len(by_check) >= 5
     for fields in told:
         assert 0 <= fields["seconds"] < 60
+        assert fields["poison"] is True
         assert bool(fields["repro"]) == (fields["verdict"] == "fail")
         (digits,) = fields["sources"].values()
         assert re.fullmatch(r"[0-9a-f]{12}", digits)
@@ -349,3 +352,37 @@ def test_finite_goes_by_any_recipe_that_may_be_followed():
         for followed in (keeps, other):
             kernel = kernel_of("act_quant", following(followed))
             assert not red(dataclasses.replace(kernel, recipes=either_of(first, second)), case)
+
+
+def test_an_output_is_named_where_there_are_several():
+    """Slots and blocks of an alignment are both integers; a sum has one output."""
+
+    def moves(call: Call) -> dict[str, Tensor]:
+        out = right(call)
+        last_of(out, call)[0] += 1
+        return out
+
+    several, one = (judged(stage, moves)["exact"].message for stage in ("align", "combine"))
+    assert f" of {list(STAGES['align'].outputs(CASES['align'], ALIGNED))[-1]}: got" in several
+    assert " of out: got" not in one
+
+
+ALIGNED = STAGES["align"].inputs(CASES["align"])
+
+
+def test_a_contract_without_memory_is_one_call():
+    """No second call is made where no check needs it."""
+    calls: list[int] = []
+
+    def counts(call: Call) -> dict[str, Tensor]:
+        calls.append(1)
+        return right(call)
+
+    kernel = kernel_of("combine", counts)
+    for dropped, number in (((Check.WRITE_SET, Check.RERUN), 1), ((Check.WRITE_SET,), 2), ((), 2)):
+        calls.clear()
+        contract = Contract().without(Check.ROW_SUBSET, *dropped)
+        promising = dataclasses.replace(kernel, contract=contract)
+        verdicts = list(check(promising, CASES["combine"], "cpu"))
+        assert len(calls) == number
+        assert not any(v.failed for v in verdicts)

@@ -110,7 +110,9 @@ def _explained(
 ) -> Verdict:
     first = next(d for d in found if d.wrong)
     place = where(judged.inputs, first.output, first.index)
-    of = f" of {first.name}" if len(found) > 1 and first.output.kind is Kind.VALUES else ""
+    # codes and scales are called what they are, beside their value
+    named = len(found) > 1 and first.output.kind in (Kind.VALUES, Kind.INTEGERS)
+    of = f" of {first.name}" if named else ""
     matches = list(identify(judged, recipe)) if search else []
     if matches:
         why = f" The bits match with {' or '.join(matches)}."

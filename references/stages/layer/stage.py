@@ -57,7 +57,7 @@ class Layer(Stage[LayerInputs]):
         """Count the programs of both GEMMs, times their blocks of K."""
         pairs = case.m * case.k // case.ep_size
         taken = min(pairs, case.e)
-        blocks = taken + max(pairs - taken, 0) // 16
+        blocks = taken + (pairs - taken) // 16
         first = (2 * case.i // 64) * (case.h // BLOCK)
         return blocks * (first + (case.h // 64) * (case.i // BLOCK))
 
