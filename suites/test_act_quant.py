@@ -52,11 +52,11 @@ def test_drawn(
 ):
     """Drawn shapes, groups, values and hazards."""
     needs(kernel, base, parity_device)
-    if kernel.name == "vllm_triton_per_token_group" and parity_device == "cpu":
-        # a program for every group: some 15 s a test on the virtual GPU
-        if base.layout is not ScaleLayout.ROW:
-            sentence = f"{kernel.name}: a CPU draws the layout row alone; a GPU draws all."
-            skip_test(Skip(Why.BUDGET, sentence))
+    # It starts a program for every group: some 15 s a test on the virtual GPU.
+    slow = kernel.name == "vllm_triton_per_token_group" and parity_device == "cpu"
+    if slow and base.layout is not ScaleLayout.ROW:
+        sentence = f"{kernel.name}: a CPU draws the layout row alone; a GPU draws all."
+        skip_test(Skip(Why.BUDGET, sentence))
     case = data.draw(activations(base).filter(lambda c: not kernel.declines(c, parity_device)))
     expect(kernel, case, parity_device, parity_recorder)
 
