@@ -49,7 +49,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"values": Values.AIMED, "clamp": 9.97},
     {"values": Values.AIMED, "routing": Routing.HOLES, "ep_size": 2, "ep_rank": 1},
     {"values": Values.SPECIAL, "dtype": InputDtype.FP32, "m": 300},
-    {"routing": Routing.HOLES, "m": 0}, {"routing": Routing.REPEATED, "seed": 5},
+    {"hazard": Hazard.STRIDED, "dtype": InputDtype.FP32}, {"routing": Routing.HOLES, "m": 0},
+    {"routing": Routing.REPEATED, "seed": 5},
 )  # fmt: skip
 
 

@@ -93,6 +93,12 @@ def test_a_subset_is_some_rows_of_the_whole(stage: str):
     assert found == ROWS[stage]
 
 
+def test_two_tokens_of_a_layer_are_two_subsets():
+    case = dataclasses.replace(WHOLE["layer"], m=2)
+    parts = STAGES["layer"].subsets(case, STAGES["layer"].inputs(case))
+    assert [part.rows["out"].tolist() for part in parts] == [[0], [1]]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_row_has_no_subset(stage: str):
     one = dataclasses.replace(WHOLE[stage], **({"i": 64} if stage == "weight_quant" else {"m": 1}))
