@@ -315,7 +315,8 @@ class Session:
             if self._worker is not None:
                 for record in self._extra:
                     self._write(record)
-                self.config.workeroutput["moe_parity_stop"] = self._stop  # type: ignore[attr-defined]
+                output: dict[str, Any] = getattr(self.config, "workeroutput", {})
+                output["moe_parity_stop"] = self._stop
             self._writer.close()
         if self._worker is not None:
             return

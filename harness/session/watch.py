@@ -48,6 +48,7 @@ class Watch:
         self._folder = folder
         self._worker = worker
         self._entry: dict[str, Any] = {}
+        self._depth = 0
         self._last: threading.Timer | None = None
         self._terminal = os.dup(2)  # before pytest captures it
         self._stack: IO[str] | None = None
@@ -94,14 +95,18 @@ class Watch:
             return
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGALRM, self._overrun) if main else None
+        self._depth += 1
         self._arm()
         try:
             yield
         finally:
+            self._depth -= 1
             self._disarm()
             if main:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
+            if self._depth:
+                self._arm()  # a fixture that a test asked for is done, the test goes on
 
     def _arm(self) -> None:
         if not self.seconds:

@@ -133,7 +133,9 @@ def choose(request: Request, force: Path | str | None = None) -> Choice:
     if request.has_lora:
         raise ParityError("run_moe: LoRA needs the BF16 activation, which this layer never has.")
     if not request.is_quantized and request.dtype is not torch.bfloat16:
-        raise ParityError(f"run_moe: x must be bfloat16, or uint8 codes with x_scale, got {request.dtype}.")  # fmt: skip  # noqa: E501
+        raise ParityError(
+            f"run_moe: x must be bfloat16, or uint8 codes with x_scale, got {request.dtype}."
+        )
     unmet = [c for c in CONDITIONS if not c.holds(request)]
     if force is not None:
         forced = word(Path, force, "run_moe: path")
@@ -157,4 +159,5 @@ def log_once(choice: Choice) -> None:
 def table() -> str:
     """Return the conditions as a Markdown table, for docs/dispatch.md."""
     rows = [f"| `{c.name}` | {c.text} | {c.otherwise} |" for c in CONDITIONS]
-    return "\n".join(["| condition | decode path when | otherwise the reason is |", "|---|---|---|", *rows])  # fmt: skip  # noqa: E501
+    head = "| condition | decode path when | otherwise the reason is |"
+    return "\n".join([head, "|---|---|---|", *rows])

@@ -193,7 +193,9 @@ def token_classes(topk: int) -> tuple[int, ...]:
     """
     rows = {1, 2, 4, 8, 16, 32, 33}
     pairs = (16, 32, 64, steps.SMALL_PAIRS, steps.SMALL_PAIRS + 1)
-    return tuple(sorted(rows | {-(-count // topk) for count in pairs} | {p // topk for p in pairs if p >= topk}))  # fmt: skip  # noqa: E501
+    above = {-(-count // topk) for count in pairs}
+    below = {count // topk for count in pairs if count >= topk}
+    return tuple(sorted(rows | above | below))
 
 
 def prewarm(

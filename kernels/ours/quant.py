@@ -119,6 +119,7 @@ def weight_quant_out(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: boo
 
 
 # A call with a tensor on the meta device runs the fake: it must refuse what the real one refuses.
+# torch wants the signature of the op, the arguments that no check reads included.
 
 
 @act_quant_out.register_fake

@@ -32,7 +32,7 @@ class Alignment:
 
 
 def block_bound(pairs: int, experts: int, block: int) -> int:
-    """Return the most blocks that ``pairs`` pairs can occupy: one for each expert hit, and full ones."""  # noqa: E501
+    """Return the most blocks that ``pairs`` pairs can occupy: one an expert hit, and full ones."""
     hit = min(pairs, experts)
     return hit + (pairs - hit) // block
 

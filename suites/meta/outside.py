@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from moe_parity.reports.results import Run, read
@@ -52,3 +54,10 @@ class Suite:
     def results(self, name: str = "out") -> Run:
         """Read what it wrote."""
         return read(self.folder / name / "results.jsonl")
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until something is so, at most so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not true():
+        time.sleep(0.02)

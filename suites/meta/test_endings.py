@@ -15,7 +15,7 @@ import pytest
 from moe_parity.harness.cli import commands as cli
 from moe_parity.reports.parts import read_parts
 from moe_parity.reports.records import Run
-from moe_parity.suites.meta.outside import Suite, clean, command
+from moe_parity.suites.meta.outside import Suite, clean, command, wait_until
 
 
 @pytest.fixture
@@ -151,6 +151,21 @@ def test_a_file_that_cannot_be_collected_ends_the_run_once(suite, does, said):
     assert done.stdout.count("node down") <= 1
 
 
+def test_a_fixture_that_a_test_asks_for_leaves_it_its_limit(suite):
+    """The limit of the test goes on once that of the fixture has ended."""
+    suite.write("""
+        @pytest.fixture
+        def made(): return 1
+        def test_it(request):
+            request.getfixturevalue("made")
+            while True: time.sleep(0.01)
+    """)
+    done = suite.run("--parity-out=out", "--parity-timeout=1")
+    assert done.returncode == 1
+    (record,) = suite.results().records
+    assert record.message.startswith("test_it ran longer than the limit of 1 s")
+
+
 # --- a full disk --------------------------------------------------------------------------------
 
 
@@ -202,11 +217,7 @@ def killed(suite: Suite) -> Suite:
         stdout=subprocess.DEVNULL,
     ) as process:  # fmt: skip
         part = suite.folder / "out" / "parts" / "results-main.jsonl"
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not (
-            part.exists() and part.read_bytes().count(b"\n") == 2
-        ):
-            time.sleep(0.02)
+        wait_until(lambda: part.exists() and part.read_bytes().count(b"\n") == 2)
         time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
     assert not (suite.folder / "out" / "results.jsonl").exists()
@@ -260,9 +271,7 @@ def test_two_runs_do_not_write_to_one_folder(suite):
         stdout=subprocess.DEVNULL,
     ) as process:  # fmt: skip
         lock = suite.folder / "out" / "parts" / ".lock"
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not (lock.exists() and lock.read_bytes()):
-            time.sleep(0.02)
+        wait_until(lambda: lock.exists() and bool(lock.read_bytes()))
         done = suite.run("--parity-out=out", SLOW="0")
         process.kill()
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -121,7 +121,8 @@ def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:
     )
     start = (inputs.counts.cumsum(0) - inputs.counts).long()
     row = torch.arange(expert.numel(), device=expert.device) - start[expert]
-    y = torch.full((experts, tallest, 2 * width), float("nan"), dtype=torch.bfloat16, device=expert.device)  # fmt: skip  # noqa: E501
+    shape = (experts, tallest, 2 * width)
+    y = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=expert.device)
     y[expert, row] = inputs.rows
     packed = case.scale is ScaleFormat.UE8M0_PACKED
     groups = width // 128
