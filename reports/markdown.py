@@ -76,8 +76,9 @@ def _failures(run: Run) -> list[str]:
         record = failure.record
         lines.append(f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  ")
         lines.append(f"  {_cell(record.message or 'no message')}")
-        if record.decision:
-            lines.append(f"  Diverging decision: {_code(record.decision)}")
+        if record.cause:
+            names = " or ".join(map(_code, (record.cause, *record.alternatives)))
+            lines.append(f"  Cause: {record.cause_kind} {names}")
         if failure.also:
             lines.append(f"  Also red: {_cell(', '.join(other.check for other in failure.also))}")
         if record.repro:

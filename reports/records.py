@@ -73,7 +73,9 @@ class Record:
     rel_err_bf16: float | None = None
     rel_err_f64: float | None = None
     message: str = ""
-    decision: str = ""
+    cause_kind: str = ""
+    cause: str = ""
+    alternatives: tuple[str, ...] = ()
     repro: str = ""
     seconds: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -239,6 +241,8 @@ def _coerce(value: Any, hint: Any) -> object:
     return value
 
 
+_RENAMED = {"decision": "cause"}
+"""Fields of before -> their names now: a file that a former version wrote is read all the same."""
 _HINTS: Mapping[type, Mapping[str, Any]] = {
     line: typing.get_type_hints(line) for line in (Record, RunInfo, RunEnd, Checkout)
 }
@@ -250,6 +254,7 @@ def from_json(line: type[_Line], data: Mapping[str, Any], where: str) -> _Line:
     for name, value in data.items():
         if name == "kind":
             continue
+        name = _RENAMED.get(name, name)
         if name not in _HINTS[line]:
             raise ParityError(f"{where} has an unknown field {name!r}: not written by moe-parity.")
         try:

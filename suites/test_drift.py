@@ -32,7 +32,7 @@ def test_the_quantizer_stopped_dividing(parity_recorder: Recorder):
         wrong, compared = one.differing["codes"]
         claim(
             parity_recorder, "drift", kernel=case.partition("-")[0], stage="act_quant",
-            device="reference", compared=compared, could_show=wrong, decision=DIVISION[0],
+            device="reference", compared=compared, could_show=wrong, cause=DIVISION[0],
         )  # fmt: skip
     assert len(found) >= 20
 

@@ -157,12 +157,12 @@ def mutated(module, mutant: SourceMutant, folder: Path):
 def killed(verdicts, mutant_name: str, check: str, decision: str, recorder: Recorder):
     """Record how many outputs turned red, and demand that the right check did."""
     red = {str(v.check): v for v in verdicts if v.verdict == "fail"}
-    dead = check in red and decision in red[check].decision
+    dead = check in red and (not decision or decision in red[check].causes)
     differing = red[check].differing if check in red else 0
     fault = f"{mutant_name}: {check} is not red with {decision or 'any decision'}; red: {list(red)}"
     claim(
         recorder, "mutant_killed", "" if dead else fault, kernel="ours", nearest_mutant=mutant_name,
-        could_show=differing, decision=decision, mutant_distance=differing,
+        could_show=differing, cause=decision, mutant_distance=differing,
     )  # fmt: skip
 
 

@@ -41,13 +41,13 @@ def test_wrong_recipe_is_refuted(
     impostor = dataclasses.replace(kernel, recipes=lambda case, device: (recipe,))
     verdict = next(check(impostor, case, parity_device))
     name = f"{decisions(part)[field].name}={option.value}"
-    refuted = verdict.verdict == "fail" and name in verdict.decision.split(" or ")
+    refuted = verdict.verdict == "fail" and name in verdict.causes
     fault = "" if refuted else f"{kernel.name} as {field}={claimed.value}: {verdict.message}"
     if verdict.verdict == "pass":
         fault = f"{kernel.name} passes for {field}={claimed.value}."
     outcome = found(
         "wrong_recipe_refuted", fault, recipe=true.name, compared=verdict.compared,
-        could_show=verdict.differing, decision=name,
+        could_show=verdict.differing, cause=name,
     )  # fmt: skip
     record(kernel, case, parity_device, [outcome], parity_recorder)
     assert verdict.check == Check.EXACT

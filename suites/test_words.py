@@ -165,9 +165,8 @@ def test_what_a_kernel_sets_for_its_process_ends_with_its_call():
         torch.set_flush_denormal(True)
         return out
 
-    assert (
-        "differs from recipe" in red(kernel_of("act_quant", flushes), CASES["act_quant"])["exact"]
-    )
+    message = red(kernel_of("act_quant", flushes), CASES["act_quant"])["exact"]
+    assert message.startswith("Unexplained ")
     assert not red(kernel_of("act_quant", leaves_it_so), CASES["act_quant"])
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()

@@ -77,7 +77,8 @@ def declared(name: str, returned: object) -> Mapping[str, Tensor]:
 def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
     if wanted.kind is Kind.CODES and tensor.dtype is wanted.codes.dtype:
         tensor = tensor.view(torch.uint8)
-    if tensor.dtype is not wanted.dtype or tuple(tensor.shape) != wanted.shape:
+    fits = tuple(tensor.shape) == wanted.shape or (wanted.any_length and tensor.dim() == 1)
+    if tensor.dtype is not wanted.dtype or not fits:
         raise BadOutput(
             f"{name} returned {own} as {tensor.dtype} {list(tensor.shape)}, expected "
             f"{wanted.dtype} {list(wanted.shape)}."

@@ -30,8 +30,23 @@ def comparable(tensor: Tensor, codes: CodeFormat = E4M3) -> Tensor:
     return torch.where(torch.isnan(to_f32(tensor)), 0x7FFF, bits)
 
 
+NOTHING = -(1 << 31)
+"""What stands for an integer that was not returned, or is one too many."""
+
+
+def fitted(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two lists of integers at one length; what one lacks never equals anything."""
+    if got.shape == want.shape or got.dim() != 1:
+        return got, want
+    length = max(len(got), len(want))
+    fills = ((got, NOTHING), (want, NOTHING + 1))
+    one, two = (torch.nn.functional.pad(t, (0, length - len(t)), value=f) for t, f in fills)
+    return one, two
+
+
 def mask(output: Output, got: Tensor, want: Tensor, live: Tensor | None) -> Tensor:
     """Return where two tensors of an output differ, in live rows."""
+    got, want = fitted(got, want)
     bad = comparable(got, output.codes) != comparable(want, output.codes)
     return bad if live is None else bad & live.view(-1, *[1] * (bad.dim() - 1))
 
@@ -82,6 +97,7 @@ def differences(
 def _difference(
     name: str, output: Output, got: Tensor, want: Tensor, live: Tensor | None
 ) -> Difference:
+    got, want = fitted(got, want)
     bad = mask(output, got, want, live)
     wrong, rows = int(bad.sum()), got.shape[0] if live is None else int(live.sum())
     total = got.numel() if live is None else rows * (got.numel() // max(got.shape[0], 1))
@@ -124,7 +140,7 @@ def _words(output: Output, tensor: Tensor, index: tuple[int, ...]) -> str:
     if value.dtype is torch.uint8:
         return f"code 0x{int(value):02x} ({float(output.codes.decode(value)):g})"
     if not value.dtype.is_floating_point:
-        return str(int(value))
+        return str(int(value)) if int(value) > NOTHING + 1 else "nothing"
     kind = {4: torch.int32, 2: torch.int16}[value.element_size()]
     word = int(value.view(kind)[0]) & ((1 << 4 * digits) - 1)
     return f"0x{word:0{digits}x} ({float(value):.9g})"

@@ -1,4 +1,4 @@
-"""The check ``exact``: every bit as the recipe says, else which decision differs.
+"""The check ``exact``: every bit as the recipe says, else why not.
 
 And the other way round: how many outputs of these very inputs would have told a mutant.
 """
@@ -6,59 +6,21 @@ And the other way round: how many outputs of these very inputs would have told a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from moe_parity.harness.checks.compare import Difference, differences, mask, where
-from moe_parity.harness.checks.verdict import Verdict
-from moe_parity.references.language import Case, Recipe, Stage
-from moe_parity.references.language.stage import Kind, Output, Outputs
+from moe_parity.harness.checks.compare import Difference, where
+from moe_parity.harness.checks.judged import Judged
+from moe_parity.harness.checks.verdict import Verdict, caused
+from moe_parity.harness.diagnosis.cause import Cause, opened
+from moe_parity.harness.diagnosis.search import diagnose
+from moe_parity.references.language import Recipe
+from moe_parity.references.language.stage import Kind, Outputs
 
+NO_ROUNDING = "no_rounding"
+"""The recipe of integers and copies, of which a sentence says nothing."""
 MEASURE_BELOW = 1 << 23
 """Outputs up to which the power of the inputs is measured against every mutant."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Judged:
-    """Outputs of one stage that are to be judged."""
-
-    who: str
-    stage: Stage[Any]
-    case: Case
-    inputs: Any
-    got: Outputs
-
-    def against(self, recipe: Recipe) -> dict[str, Tensor]:
-        """Return what a recipe gives."""
-        made = self.stage.reference(self.case, self.inputs, recipe)
-        return {name: made[name] for name in self.got}
-
-    @cached_property
-    def outputs(self) -> Mapping[str, Output]:
-        """The stage's outputs."""
-        return self.stage.outputs(self.case, self.inputs)
-
-    @cached_property
-    def live(self) -> Mapping[str, Tensor]:
-        """The rows that are owned, of outputs where not all are."""
-        return self.stage.live(self.case, self.inputs)
-
-    def differences(self, want: Outputs) -> list[Difference]:
-        """Return how the outputs differ from others, in live rows."""
-        return differences(self.outputs, self.got, want, self.live)
-
-    def differs(self, name: str, want: Outputs, got: Outputs | None = None) -> Tensor:
-        """Return where one output differs, in live rows."""
-        found = (self.got if got is None else got)[name]
-        return mask(self.outputs[name], found, want[name], self.live.get(name))
-
-    def equals(self, want: Outputs) -> bool:
-        """Whether every live bit is the same."""
-        return not any(bool(self.differs(name, want).any()) for name in self.got)
 
 
 def exact(
@@ -68,24 +30,29 @@ def exact(
     check: str,
     power: bool,
     search: bool = True,
-    cause: str = "",
+    cause: Cause | None = None,
 ) -> Verdict:
     """Compare with the nearest of the recipes that a kernel may follow.
 
-    ``power`` counts the outputs that a mutant would change, ``search`` looks for the decision that
-    differs: both cost one reference a mutant.  A known ``cause``, in words that follow the kernel's
-    name, is said first, and no decision is looked for.
-    """  # fmt: skip
+    ``power`` counts the outputs that a mutant would change, at the cost of one reference a mutant;
+    ``search`` looks for the cause of a difference.  A known ``cause``, in words that follow the
+    kernel's name, is said first, and nothing is looked for.
+    """
     tried = [(recipe, judged.against(recipe)) for recipe in recipes]
     compared = [(r, want, judged.differences(want)) for r, want in tried]
     recipe, want, found = min(compared, key=lambda entry: sum(d.wrong for d in entry[2]))
     verdict = _verdict(judged, recipe, found, check)
-    if verdict.failed and cause:
+    if verdict.failed and cause is not None:
         counts = ", ".join(d.words for d in found if d.wrong)
-        text = f"{judged.stage} of {judged.who} {cause}. Against recipe {recipe.name}: {counts}."
-        return dataclasses.replace(verdict, message=text)
+        text = (
+            f"{judged.stage} of {judged.who} {cause.words}. Against recipe {recipe.name}: {counts}."
+        )
+        return caused(dataclasses.replace(verdict, message=text), cause)
     if verdict.failed:
-        return _explained(verdict, judged, recipe, found, search)
+        why = diagnose(judged, recipes, recipe, want) if search else None
+        text = _sentence(judged, recipe, found, why)
+        verdict = dataclasses.replace(verdict, message=text)
+        return verdict if why is None else caused(verdict, why)
     if power and verdict.compared <= MEASURE_BELOW:
         return _with_power(verdict, judged, recipe, want)
     return verdict
@@ -105,47 +72,20 @@ def _verdict(judged: Judged, recipe: Recipe, found: list[Difference], check: str
     )  # fmt: skip
 
 
-def _explained(
-    verdict: Verdict, judged: Judged, recipe: Recipe, found: list[Difference], search: bool
-) -> Verdict:
+def _sentence(judged: Judged, recipe: Recipe, found: list[Difference], why: Cause | None) -> str:
+    """Say the cause, the stage, the first place that differs with its bits, and how many do."""
     first = next(d for d in found if d.wrong)
     place = where(judged.inputs, first.output, first.index)
     # codes and scales are called what they are, beside their value
     named = len(found) > 1 and first.output.kind in (Kind.VALUES, Kind.INTEGERS)
     of = f" of {first.name}" if named else ""
-    matches = list(identify(judged, recipe)) if search else []
-    if matches:
-        why = f" The bits match with {' or '.join(matches)}."
-    else:
-        apart = _apart(judged, recipe, found) if search and len(found) > 1 else ""
-        why = f" No recipe with one decision changed has these bits{apart}." if search else ""
-    text = (
-        f"{judged.stage} of {judged.who} differs from recipe {recipe.name} at {place}{of}: got "
-        f"{first.got}, expected {first.want}; {', '.join(d.words for d in found)}.{why}"
-    )
-    return dataclasses.replace(verdict, message=text, decision=" or ".join(matches))
-
-
-def identify(judged: Judged, recipe: Recipe) -> Iterator[str]:
-    """Yield the single changes of a recipe that give the bits that were seen."""
-    for label, changed in judged.stage.neighbours(recipe):
-        if judged.equals(judged.against(changed)):
-            yield label
-
-
-def _apart(judged: Judged, recipe: Recipe, found: list[Difference]) -> str:
-    """Say which changes give one output alone, for each that differs; empty if none does.
-
-    One wrong division often moves two decisions: the scale and what elements are divided by.
-    """
-    names: dict[str, list[str]] = {d.name: [] for d in found if d.wrong}
-    for label, changed in judged.stage.neighbours(recipe):
-        want = judged.against(changed)
-        for name, labels in names.items():
-            if not bool(judged.differs(name, want).any()):
-                labels.append(label)
-    parts = [f"{name} match with {' or '.join(labels)}" for name, labels in names.items() if labels]
-    return f": {'; '.join(parts)}" if parts else ""
+    about = f"{judged.stage} of {judged.who}"
+    own = judged.stage.told(judged.case, judged.inputs, judged.got)
+    start = f"{opened(why.phrase)} in {about}" if why is not None else about
+    seen = own or f"at {place}{of} got {first.got}, expected {first.want}"
+    by = "" if recipe.name == NO_ROUNDING else f" by recipe {recipe.name}"
+    colon = ": " if why is not None else " differs: "
+    return f"{start}{colon}{seen}{by}; {', '.join(d.words for d in found)}."
 
 
 def _with_power(verdict: Verdict, judged: Judged, recipe: Recipe, want: Outputs) -> Verdict:

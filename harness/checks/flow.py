@@ -17,9 +17,11 @@ from moe_parity.harness.calling.canonical import BadOutput
 from moe_parity.harness.calling.poison import POISONS
 from moe_parity.harness.calling.run import Ran, other_order, run
 from moe_parity.harness.checks.compare import differences, where
-from moe_parity.harness.checks.exact import Judged, exact
+from moe_parity.harness.checks.exact import exact
+from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.memory import Memory, memory
-from moe_parity.harness.checks.verdict import Verdict, found
+from moe_parity.harness.checks.verdict import Verdict, caused, found
+from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.call import BadCall
@@ -60,7 +62,7 @@ def check(
     again: Memory | Verdict | None = None
     if kernel.contract.checks & {Check.WRITE_SET, Check.RERUN}:
         again = _again(kernel, case, device, made, ran)
-    cause = again.cause if isinstance(again, Memory) else ""
+    cause = again.cause if isinstance(again, Memory) else None
     yield from _exact(kernel, case, device, made, ran, power=power, cause=cause)
     yield from _others(kernel, case, device, made, ran, again)
 
@@ -86,16 +88,19 @@ def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.E
     if not isinstance(error, BadOutput):
         text = f"{type(error).__name__}: {text}"
         place = _place(kernel, error)
-    return found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
+    verdict = found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
+    what = "bad_output" if isinstance(error, BadOutput) else type(error).__name__
+    return caused(verdict, Cause(kind=CauseKind.CALL, name=what, words=text))
 
 
 def overran(kernel: Kernel, case: Case, seconds: float, error: BaseException) -> Verdict:
     """Return the red verdict of a case that took too long, with the line where it was stopped."""
-    return found(
+    verdict = found(
         Check.EXACT,
         f"{kernel.stage} of {kernel.name} ran longer than the limit of {seconds:g} s on {case.id}"
         f"{_place(kernel, error)}: it hangs, or needs more than --timeout allows.",
     )
+    return caused(verdict, Cause(kind=CauseKind.CALL, name="timeout", words="it hangs"))
 
 
 def _place(kernel: Kernel, error: BaseException) -> str:
@@ -110,7 +115,14 @@ def _place(kernel: Kernel, error: BaseException) -> str:
 
 
 def _exact(
-    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, *, power: bool, cause: str
+    kernel: Kernel,
+    case: Case,
+    device: str,
+    inputs: Any,
+    ran: Ran,
+    *,
+    power: bool,
+    cause: Cause | None,
 ) -> Iterator[Verdict]:
     """Judge the stages inside, each on the kernel's own upstream tensors, then the whole."""
     stage, recipes = kernel.stage, kernel.recipes(case, device)
@@ -209,16 +221,20 @@ def write_set(kernel: Kernel, ran: Ran, again: Memory) -> Verdict:
     if not ran.memory:
         reason = "the kernel allocates its own outputs"
         return Verdict(check=Check.WRITE_SET, verdict="skip", reason=reason)
-    fault = again.unwritten or again.beside
-    text = f"{kernel.stage} of {kernel.name} {fault}." if fault else ""
     compared = sum(output.storage.numel() for output in ran.memory)
-    return found(Check.WRITE_SET, text, compared=compared)
+    return _of_memory(kernel, Check.WRITE_SET, again.left or again.hit, compared=compared)
 
 
 def rerun(kernel: Kernel, again: Memory) -> Verdict:
     """Demand the same canonical bits on other memory."""
-    text = f"{kernel.stage} of {kernel.name} {again.unstable}." if again.unstable else ""
-    return found(Check.RERUN, text, compared=again.compared, differing=again.differing)
+    counts = {"compared": again.compared, "differing": again.differing}
+    return _of_memory(kernel, Check.RERUN, again.moved, **counts)
+
+
+def _of_memory(kernel: Kernel, name: Check, cause: Cause | None, **counts: int) -> Verdict:
+    if cause is None:
+        return found(name, "", **counts)
+    return caused(found(name, f"{kernel.stage} of {kernel.name} {cause.words}.", **counts), cause)
 
 
 def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Verdict:
@@ -238,7 +254,10 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
     if not compared:
         reason = reason or "the case has no proper subset of rows"
         return Verdict(check=Check.ROW_SUBSET, verdict="skip", reason=reason)
-    return found(Check.ROW_SUBSET, text, compared=compared, differing=wrong)
+    verdict = found(Check.ROW_SUBSET, text, compared=compared, differing=wrong)
+    if not verdict.failed:
+        return verdict
+    return caused(verdict, Cause(kind=CauseKind.BATCH, name="depends_on_other_rows", words=text))
 
 
 def _not_comparable(kernel: Kernel, case: Case, part: Case, device: str) -> str:

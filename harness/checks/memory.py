@@ -16,9 +16,17 @@ from torch import Tensor
 from moe_parity.harness.calling.poison import Output
 from moe_parity.harness.calling.run import Ran, other_order, run
 from moe_parity.harness.checks.compare import differences, where
+from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.kernels import Fate, Kernel
 from moe_parity.references.arithmetic.formats import row_major
 from moe_parity.references.language import Case
+
+KIND = CauseKind.MEMORY
+UNSTABLE = {
+    "not_repeatable": "gives other bits when it is called again, on memory with the same contents,",
+    "poison_read": "reads memory that nobody has written: with other contents it gives other bits",
+}
+"""Why bits change with the memory: name of the cause, and its words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +42,33 @@ class Memory:
     """Something that it wrote and should not have, or did not zero."""
     unstable: str
     """An output with other bits, and why."""
+    why_unstable: str
+    """The same in a word: ``poison_read`` or ``not_repeatable``."""
     compared: int
     differing: int
     """Outputs of the two calls, and how many differ."""
 
     @property
-    def cause(self) -> str:
+    def cause(self) -> Cause | None:
         """What makes outputs wrong, whatever the arithmetic."""
-        return self.unwritten or self.unstable
+        return self.left or self.moved
+
+    @property
+    def left(self) -> Cause | None:
+        """That an output was left as it was, as a cause."""
+        return (self.unwritten and Cause(kind=KIND, name="unwritten", words=self.unwritten)) or None
+
+    @property
+    def moved(self) -> Cause | None:
+        """That other memory gives other bits, as a cause."""
+        if not self.unstable:
+            return None
+        return Cause(kind=KIND, name=self.why_unstable, words=self.unstable)
+
+    @property
+    def hit(self) -> Cause | None:
+        """That something beside the outputs was written, as a cause."""
+        return (self.beside and Cause(kind=KIND, name="beside", words=self.beside)) or None
 
 
 def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, second: Ran) -> Memory:
@@ -55,18 +82,19 @@ def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, sec
     unwritten = "" if beside else _unwritten(kernel, case, inputs, first, second)
     every = differences(outputs, second.outputs, first.outputs, live)
     moved = next((d for d in every if d.wrong), None)
-    unstable = ""
+    unstable = why = ""
     if moved is not None:
-        again = "a second call gives other bits"
+        again, why = "a second call gives other bits", "unwritten"
         if not unwritten:
-            again = _why_unstable(kernel, case, inputs, device, first)
+            why = _why_unstable(kernel, case, inputs, device, first)
+            again = UNSTABLE[why]
         unstable = (
             f"{again} at {where(inputs, moved.output, moved.index)}: {moved.got}, before "
             f"{moved.want}; {moved.words}"
         )
     return Memory(
         unwritten=unwritten, beside=beside or _beside(kernel, first, second), unstable=unstable,
-        compared=sum(d.of for d in every), differing=sum(d.wrong for d in every),
+        why_unstable=why, compared=sum(d.of for d in every), differing=sum(d.wrong for d in every),
     )  # fmt: skip
 
 
@@ -76,8 +104,8 @@ def _why_unstable(kernel: Kernel, case: Case, inputs: Any, device: str, first: R
     with other_order(kernel, case, device):
         third = run(kernel, case, inputs)
     if any(d.wrong for d in differences(outputs, third.outputs, first.outputs, live)):
-        return "gives other bits when it is called again, on memory with the same contents,"
-    return "reads memory that nobody has written: with other contents it gives other bits"
+        return "not_repeatable"
+    return "poison_read"
 
 
 def _beside(kernel: Kernel, first: Ran, second: Ran) -> str:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moe_parity.harness.diagnosis.cause import Cause
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -19,8 +21,12 @@ class Verdict:
     reason: str = ""
     """Why a check was skipped."""
     recipe: str = ""
-    decision: str = ""
-    """The diverging decision, e.g. ``quant.apply=divide``, where a neighbour has the bits."""
+    cause_kind: str = ""
+    """What sort of thing made it red (``diagnosis.cause.CauseKind``)."""
+    cause: str = ""
+    """Its name, e.g. ``quant.apply=divide`` or ``k_tail``."""
+    alternatives: tuple[str, ...] = ()
+    """The names of what explains the same bits as well."""
     compared: int = 0
     differing: int = 0
     code_flips: int = 0
@@ -32,6 +38,11 @@ class Verdict:
     """Outputs that tell the nearest mutant."""
     rel_err_bf16: float | None = None
     rel_err_f64: float | None = None
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The names of all that explains it."""
+        return (self.cause, *self.alternatives) if self.cause else ()
 
     @property
     def failed(self) -> bool:
@@ -47,3 +58,11 @@ def found(check: str, fault: str, **fields: Any) -> Verdict:
     """Return the verdict of a check: red with a fault in words, else green."""
     fields.setdefault("differing", int(bool(fault)))
     return Verdict(check=check, verdict="fail" if fault else "pass", message=fault, **fields)
+
+
+def caused(verdict: Verdict, cause: Cause) -> Verdict:
+    """Return a verdict with its cause as data."""
+    name = f"{cause.name} {cause.where}" if cause.where else cause.name
+    return dataclasses.replace(
+        verdict, cause_kind=cause.kind.value, cause=name, alternatives=cause.others
+    )

@@ -12,6 +12,7 @@ from moe_parity.references.language.case import (
 )
 from moe_parity.references.language.contract import Check, Contract
 from moe_parity.references.language.decision import Decision, Option, decisions, neighbours
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Part, Recipe
 from moe_parity.references.language.stage import Stage
 from moe_parity.references.skip import Skip, Why
@@ -24,6 +25,7 @@ __all__ = [
     "Gate",
     "Hazard",
     "InputDtype",
+    "Mistake",
     "Option",
     "Part",
     "Recipe",

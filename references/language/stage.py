@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_parity.references.arithmetic.formats import E4M3, CodeFormat
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language.case import Case
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 
 InputsT = TypeVar("InputsT")
@@ -53,6 +54,8 @@ class Output:
     """What an index counts, for sentences."""
     noun: str = "outputs"
     """What its elements are called, for sentences."""
+    any_length: bool = False
+    """Whether a list of another length is judged, not refused."""
     codes: CodeFormat = E4M3
     """The format of codes."""
 
@@ -156,9 +159,19 @@ class Stage(ABC, Generic[InputsT]):
         """Return, for outputs some of whose rows nobody owns, a mask of the rows that are owned."""
         return {}
 
+    def units(self, inputs: InputsT) -> int:
+        """Return how many rows, or tokens, can be called alone; 0 where none can."""
+        return 0
+
+    def some(self, case: Case, inputs: InputsT, chosen: Tensor) -> Subset:
+        """Return some units, int64 and ascending, as a case of their own."""
+        raise NotImplementedError
+
     def subsets(self, case: Case, inputs: InputsT) -> Iterator[Subset]:
-        """Yield parts of a case whose rows must keep their bits."""
-        return iter(())
+        """Yield parts of a case whose rows must keep their bits: here every second unit."""
+        odd = every_second(self.units(inputs), self.handed(inputs)[0])
+        if odd.numel():
+            yield self.some(case, inputs, odd)
 
     def inner(self, case: Case, inputs: InputsT, got: Outputs) -> Iterator[Inner]:
         """Yield the stages inside, each on the kernel's own upstream tensors."""
@@ -181,7 +194,14 @@ class Stage(ABC, Generic[InputsT]):
         """Return relative errors against BF16 and float64 arithmetic, where they mean something."""
         return None, None
 
-    # --- recipes ---------------------------------------------------------------------------------
+    def told(self, case: Case, inputs: InputsT, got: Outputs) -> str:
+        """Return what is wrong in the stage's own terms, where an index says too little.
+
+        It completes a sentence that begins with the cause; empty for nothing.
+        """
+        return ""
+
+    # --- recipes and mistakes --------------------------------------------------------------------
 
     def described_by(self, recipe: Recipe) -> bool:
         """Whether a recipe says what this stage does."""
@@ -191,6 +211,10 @@ class Stage(ABC, Generic[InputsT]):
     def neighbours(self, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
         """Yield (label, recipe) for each single decision changed, of those that act here."""
         return recipe.neighbours(self.acting)
+
+    def mistakes(self, case: Case, inputs: InputsT, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield what a kernel that follows a recipe may do wrong on these inputs."""
+        return iter(())
 
 
 def every_second(count: int, like: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import WHOLE_SCALES
 from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage
+from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Stage
 from moe_parity.references.stages.gemm.stage import operand
+from moe_parity.references.stages.mistakes import placing
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert, place
 
 FEW_TOKENS = 64
@@ -85,7 +87,13 @@ class Align(Stage[RoutedRows]):
         placed = place(inputs.expert, inputs.experts, inputs.block)
 
         def integers(count: int, axis: str) -> Output:
-            return Output(kind=Kind.INTEGERS, shape=(count,), dtype=torch.int32, axes=(axis,))
+            return Output(
+                kind=Kind.INTEGERS,
+                shape=(count,),
+                dtype=torch.int32,
+                axes=(axis,),
+                any_length=True,
+            )
 
         return {
             "experts": integers(placed.used // inputs.block, "block"),
@@ -96,6 +104,14 @@ class Align(Stage[RoutedRows]):
         """Return blocks and slots; a slot without a pair holds P."""
         placed = place(inputs.expert, inputs.experts, inputs.block)
         return {"experts": placed.block_expert(), "slots": placed.pairs().int()}
+
+    def mistakes(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of an alignment."""
+        yield from placing.of_align(inputs, lambda given: self.reference(case, given, recipe))
+
+    def told(self, case: Case, inputs: RoutedRows, got: Outputs) -> str:
+        """Return which block, expert or pair is wrong."""
+        return placing.align_told(inputs, got)
 
     def sealed(self, inputs: RoutedRows) -> list[Tensor]:
         """Return rows and routing."""

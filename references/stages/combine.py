@@ -22,9 +22,11 @@ from moe_parity.references.arithmetic.formats import (
 from moe_parity.references.arithmetic.rounding import add_rn, fma_rn, mul_rn
 from moe_parity.references.language.case import Case, InputDtype, Values
 from moe_parity.references.language.decision import Decision, Option, decided
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Part, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
 from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.mistakes.combine import Sum, mistakes
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert
 
 
@@ -230,17 +232,31 @@ class Combine(Stage[ExpertRows]):
         owned = (inputs.expert >= 0).view(inputs.ids.shape)
         return {"out": combine(inputs.rows, inputs.weights, owned, part, DTYPES[case.dtype])}
 
-    def subsets(self, case: Case, inputs: ExpertRows) -> Iterator[Subset]:
-        """Yield every second token."""
-        odd = every_second(inputs.ids.shape[0], inputs.ids)
-        if odd.numel():
-            part = dataclasses.replace(
-                inputs, rows=inputs.rows[odd], ids=inputs.ids[odd],
-                weights=None if inputs.weights is None else inputs.weights[odd],
-                expert=inputs.expert.view(inputs.ids.shape)[odd].flatten(),
-            )  # fmt: skip
-            case = dataclasses.replace(case, m=odd.numel())
-            yield Subset(case=case, inputs=part, rows={"out": odd})
+    def mistakes(self, case: Case, inputs: ExpertRows, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of a top-k sum."""
+        part = recipe.of("combine", CombineRecipe)
+        yield from mistakes(
+            Sum(
+                inputs=inputs, weighted=part.weights_at is WeightsAt.TOPK_SUM,
+                ascending=part.order is SumOrder.ASCENDING, fused=part.step is SumStep.FMA,
+                reference=lambda given: self.reference(case, given, recipe)["out"],
+                cast=lambda total: cast_output(total, DTYPES[case.dtype]),
+            )
+        )  # fmt: skip
+
+    def units(self, inputs: ExpertRows) -> int:
+        """Count tokens."""
+        return inputs.ids.shape[0]
+
+    def some(self, case: Case, inputs: ExpertRows, chosen: Tensor) -> Subset:
+        """Return some tokens."""
+        part = dataclasses.replace(
+            inputs, rows=inputs.rows[chosen], ids=inputs.ids[chosen],
+            weights=None if inputs.weights is None else inputs.weights[chosen],
+            expert=inputs.expert.view(inputs.ids.shape)[chosen].flatten(),
+        )  # fmt: skip
+        case = dataclasses.replace(case, m=chosen.numel())
+        return Subset(case=case, inputs=part, rows={"out": chosen})
 
     def sealed(self, inputs: ExpertRows) -> list[Tensor]:
         """Return rows, weights and routing."""

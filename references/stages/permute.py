@@ -11,12 +11,16 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import Case
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Subset, every_second
+from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Subset
 from moe_parity.references.stages.align import Align, RoutedRows
 from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.mistakes import placing
 from moe_parity.references.stages.quant.stage import code_output, scale_output
 from moe_parity.references.stages.routing import pairs_of
+
+NOTHING = Recipe(name="no_rounding", source="a permutation rounds nothing")
 
 
 class Permute(Align):
@@ -64,19 +68,27 @@ class Permute(Align):
         """Return the owned pairs."""
         return dict.fromkeys(("codes", "scales"), inputs.expert >= 0)
 
-    def subsets(self, case: Case, inputs: RoutedRows) -> Iterator[Subset]:
-        """Yield every second token."""
-        tokens, k = inputs.ids.shape
-        odd = every_second(tokens, inputs.ids)
-        if not odd.numel():
-            return
-        pairs = pairs_of(odd, k)
+    def mistakes(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of a permutation."""
+        yield from placing.of_permute(inputs, lambda given: self.reference(case, given, recipe))
+
+    def told(self, case: Case, inputs: RoutedRows, got: Outputs) -> str:
+        """Return whose row holds what it should not."""
+        return placing.permute_told(inputs, got, self.reference(case, inputs, NOTHING))
+
+    def units(self, inputs: RoutedRows) -> int:
+        """Count tokens."""
+        return inputs.ids.shape[0]
+
+    def some(self, case: Case, inputs: RoutedRows, chosen: Tensor) -> Subset:
+        """Return some tokens."""
+        pairs = pairs_of(chosen, inputs.ids.shape[1])
         part = dataclasses.replace(
-            inputs, codes=inputs.codes[odd], scales=inputs.scales[odd], ids=inputs.ids[odd],
-            expert=inputs.expert[pairs],
+            inputs, codes=inputs.codes[chosen], scales=inputs.scales[chosen],
+            ids=inputs.ids[chosen], expert=inputs.expert[pairs],
         )  # fmt: skip
-        case = dataclasses.replace(case, m=odd.numel())
-        yield Subset(case=case, inputs=part, rows={"codes": pairs, "scales": pairs})
+        case = dataclasses.replace(case, m=chosen.numel())
+        return Subset(case=case, inputs=part, rows={"codes": pairs, "scales": pairs})
 
 
 PERMUTE = Permute()

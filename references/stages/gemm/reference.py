@@ -42,7 +42,7 @@ def gemm(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, recipe: GemmRec
         product = dot(part, transposed[start : start + step].contiguous(), recipe.unit)
         block = start // BLOCK
         s_a, s_b = a_scale[:, block, None], wide[None, :, block]
-        accumulator = _accumulate(accumulator, product, s_a, s_b, recipe)
+        accumulator = accumulate(accumulator, product, s_a, s_b, recipe)
     return accumulator
 
 
@@ -54,7 +54,8 @@ def dot(a: Tensor, b: Tensor, unit: DotUnit) -> Tensor:
     return tensor_core.dot(a, b, unit=unit_named(unit))
 
 
-def _accumulate(acc: Tensor, p: Tensor, s_a: Tensor, s_b: Tensor, recipe: GemmRecipe) -> Tensor:
+def accumulate(acc: Tensor, p: Tensor, s_a: Tensor, s_b: Tensor, recipe: GemmRecipe) -> Tensor:
+    """Return the accumulator after the dot product of one interval, times its two scales."""
     if recipe.scale_order is ScaleOrder.PRODUCT_FIRST:
         left, right = p, mul_rn(s_a, s_b)
     elif recipe.scale_order is ScaleOrder.A_THEN_B:

@@ -13,13 +13,15 @@ from torch import Tensor
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat
 from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
 from moe_parity.references.stages.combine import CombineRecipe, in_epilogue
 from moe_parity.references.stages.gemm.aims import codes, every_code, nudged
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.gemm.reference import biased, grouped, hit
 from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.mistakes.gemm import mistakes
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_of
 
 WITNESSED = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, seed=11)
@@ -167,21 +169,30 @@ class _Grouped(Stage[GroupedRows]):
         """Return the owned pairs."""
         return {"rows": inputs.expert >= 0}
 
-    def subsets(self, case: Case, inputs: GroupedRows) -> Iterator[Subset]:
-        """Yield every second token."""
-        tokens, k = inputs.ids.shape
-        odd = every_second(tokens, inputs.ids)
-        if not odd.numel():
-            return
-        pairs = pairs_of(odd, k)
-        rows = odd if self.shared else pairs
+    def mistakes(self, case: Case, inputs: GroupedRows, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of a grouped GEMM."""
+        weight = self.weight(inputs, recipe)
+
+        def rows(given: GroupedRows) -> Tensor:
+            return self.reference(case, given, recipe)["rows"]
+
+        yield from mistakes(inputs, recipe, weight, rows, gated=self.shared)
+
+    def units(self, inputs: GroupedRows) -> int:
+        """Count tokens."""
+        return inputs.ids.shape[0]
+
+    def some(self, case: Case, inputs: GroupedRows, chosen: Tensor) -> Subset:
+        """Return some tokens."""
+        pairs = pairs_of(chosen, inputs.ids.shape[1])
+        rows = chosen if self.shared else pairs
         part = dataclasses.replace(
-            inputs, a=inputs.a[rows], a_scale=inputs.a_scale[rows], ids=inputs.ids[odd],
+            inputs, a=inputs.a[rows], a_scale=inputs.a_scale[rows], ids=inputs.ids[chosen],
             expert=inputs.expert[pairs],
-            weights=None if inputs.weights is None else inputs.weights[odd],
+            weights=None if inputs.weights is None else inputs.weights[chosen],
         )  # fmt: skip
-        case = dataclasses.replace(case, m=odd.numel())
-        yield Subset(case=case, inputs=part, rows={"rows": pairs})
+        case = dataclasses.replace(case, m=chosen.numel())
+        return Subset(case=case, inputs=part, rows={"rows": pairs})
 
     def sealed(self, inputs: GroupedRows) -> list[Tensor]:
         """Return the operands, the routing and the weights."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Inner, Kind, Output, Outputs, Reads, Stage, Subset
 from moe_parity.references.stages.combine import COMBINE, ExpertRows
@@ -18,12 +20,14 @@ from moe_parity.references.stages.gemm.stage import FC1, FC2, GroupedRows
 from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.references.stages.layer.operands import Experts, LayerInputs, Routed
 from moe_parity.references.stages.layer.reference import layer, layer_float64
+from moe_parity.references.stages.mistakes.layer import mistakes
 from moe_parity.references.stages.quant.stage import (
     ACT_QUANT,
     QuantInputs,
     code_output,
     scale_output,
 )
+from moe_parity.references.stages.routing import pairs_of
 from moe_parity.references.stages.swiglu.stage import SWIGLU_QUANT, GateUpRows
 
 MEASURED_BELOW = 1 << 24
@@ -98,20 +102,29 @@ class Layer(Stage[LayerInputs]):
         """Return the owned pairs."""
         return dict.fromkeys(("fc1", "mid_codes", "mid_scales", "fc2"), inputs.expert >= 0)
 
+    def units(self, inputs: LayerInputs) -> int:
+        """Count tokens."""
+        return inputs.batch.ids.shape[0]
+
+    def some(self, case: Case, inputs: LayerInputs, chosen: Tensor) -> Subset:
+        """Return some tokens."""
+        part = dataclasses.replace(inputs, batch=rows_of(inputs.batch, chosen))
+        pairs = pairs_of(chosen, inputs.batch.ids.shape[1])
+        rows = dict.fromkeys(("act_codes", "act_scales"), chosen)
+        rows |= dict.fromkeys(("fc1", "mid_codes", "mid_scales", "fc2"), pairs)
+        rows["out"] = chosen
+        case = dataclasses.replace(case, m=chosen.numel())
+        return Subset(case=case, inputs=part, rows=rows)
+
     def subsets(self, case: Case, inputs: LayerInputs) -> Iterator[Subset]:
         """Yield the first token alone and the last one alone."""
         if case.m < 2:
             return
         for token in (0, case.m - 1):
-            part = dataclasses.replace(inputs, batch=rows_of(inputs.batch, [token]))
-            rows = {"out": torch.tensor([token], device=inputs.batch.x.device)}
-            yield Subset(case=dataclasses.replace(case, m=1), inputs=part, rows=rows)
+            yield self.some(case, inputs, torch.tensor([token], device=inputs.batch.x.device))
 
     def inner(self, case: Case, inputs: LayerInputs, got: Outputs) -> Iterator[Inner]:
         """Yield the five stages inside, as far as the kernel shows what lies before them."""
-        plain = dataclasses.replace(
-            case, mid_scale=None, clamp=None, layout=ScaleLayout.ROW, hazard=type(case.hazard).NONE
-        )
         for stage, made, names in _INSIDE:
             if not set(names.values()) <= got.keys():
                 continue
@@ -119,7 +132,7 @@ class Layer(Stage[LayerInputs]):
             if upstream is not None:
                 form = case.mid if stage is SWIGLU_QUANT else case.scale
                 seen = {name: got[own] for name, own in names.items()}
-                own_case = dataclasses.replace(plain, scale=form)
+                own_case = dataclasses.replace(plain(case), scale=form)
                 yield Inner(stage=stage, case=own_case, inputs=upstream, got=seen)
 
     def handed(self, inputs: LayerInputs) -> list[Tensor]:
@@ -142,15 +155,71 @@ class Layer(Stage[LayerInputs]):
             found.append(float((got["out"].double() - exact).norm()) / norm if norm else None)
         return found[0], found[1]
 
+    def mistakes(self, case: Case, inputs: LayerInputs, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of its stages, carried on to the output."""
+        right = lru_cache(maxsize=1)(lambda: self.reference(case, inputs, recipe))
+
+        def steps(trace: Outputs) -> list[tuple[Stage[Any], Case, Any]]:
+            return [(i.stage, i.case, i.inputs) for i in self.inner(case, inputs, trace)]
+
+        def onward(name: str, made: Mapping[str, Tensor | None], copies: int) -> dict[str, Tensor]:
+            given = _copied(inputs, made, copies)
+            trace = {key: torch.cat([tensor] * copies) for key, tensor in right().items()}
+            return self.onward(case, given, recipe, name, made, trace)
+
+        yield from mistakes(steps, onward, right, recipe)
+
+    def onward(
+        self,
+        case: Case,
+        inputs: LayerInputs,
+        recipe: Recipe,
+        name: str,
+        made: Mapping[str, Tensor | None],
+        right: Outputs,
+    ) -> dict[str, Tensor]:
+        """Return a trace in which one stage has given something else, by its own names."""
+        trace, after = dict(right), False
+        for stage, upstream, names in _INSIDE:
+            if after:
+                form = case.mid if stage is SWIGLU_QUANT else case.scale
+                own = dataclasses.replace(plain(case), scale=form)
+                given: Any = upstream(inputs, trace)
+                made = stage.reference(own, given, recipe)
+            if after or stage.name == name:
+                after = True
+                trace |= {theirs: made[ours] for ours, theirs in names.items()}  # type: ignore[misc]
+        return trace
+
     def neighbours(self, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
         """Yield the neighbours of every part; the two quantizers are told apart by name."""
         return recipe.neighbours(self.acting, several=True)
 
 
-def rows_of(batch: Routed, tokens: list[int]) -> Routed:
+def rows_of(batch: Routed, tokens: Tensor | list[int]) -> Routed:
     """Return the batch of some tokens."""
     weights = None if batch.weights is None else batch.weights[tokens].contiguous()
     return Routed(x=batch.x[tokens], ids=batch.ids[tokens].contiguous(), weights=weights)
+
+
+def plain(case: Case) -> Case:
+    """Return the case of a stage inside, but for its scale format: what its inputs hold is left."""
+    return dataclasses.replace(
+        case, mid_scale=None, clamp=None, layout=ScaleLayout.ROW, hazard=type(case.hazard).NONE
+    )
+
+
+def _copied(inputs: LayerInputs, made: Mapping[str, Tensor | None], copies: int) -> LayerInputs:
+    """Return a batch several times over; ``weights`` None in ``made`` leaves its weights out."""
+    batch = inputs.batch
+    weights = None if "weights" in made else batch.weights
+    return dataclasses.replace(
+        inputs,
+        batch=Routed(
+            x=torch.cat([batch.x] * copies), ids=torch.cat([batch.ids] * copies),
+            weights=None if weights is None else torch.cat([weights] * copies),
+        ),
+    )  # fmt: skip
 
 
 # --- the stages inside --------------------------------------------------------------------------

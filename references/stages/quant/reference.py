@@ -7,6 +7,7 @@ interpret a :class:`QuantRecipe`; the formulas are the options' own words in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -102,15 +103,25 @@ def weight_quant(
     scales [ceil(N / block), ceil(K / block)].
     """
     rows, columns = w.shape
-    down, across = -(-rows // block), -(-columns // block)
-    padded = torch.nn.functional.pad(
-        to_f32(w), (0, across * block - columns, 0, down * block - rows)
-    )
-    tiles = padded.view(down, block, across, block).transpose(1, 2).reshape(-1, block * block)
+    grid = -(-rows // block), -(-columns // block)
+    tiles = tiles_of(to_f32(w), block)
     codes, scales = quantize(tiles, recipe, power_of_two=scale.is_power_of_two, form=form)
-    codes = codes.view(down, across, block, block).transpose(1, 2)
-    codes = codes.reshape(down * block, across * block)[:rows, :columns].contiguous()
-    return QuantOutput(codes=codes, scales=scales.view(down, across))
+    return QuantOutput(codes=untiled(codes, rows, columns, block), scales=scales.view(grid))
+
+
+def tiles_of(w: Tensor, block: int = BLOCK) -> Tensor:
+    """Return the tiles of a weight [N, K], zeros past its edges, as [tiles, block * block]."""
+    rows, columns = w.shape
+    down, across = -(-rows // block), -(-columns // block)
+    padded = torch.nn.functional.pad(w, (0, across * block - columns, 0, down * block - rows))
+    return padded.view(down, block, across, block).transpose(1, 2).reshape(-1, block * block)
+
+
+def untiled(codes: Tensor, rows: int, columns: int, block: int = BLOCK) -> Tensor:
+    """Return codes [rows, columns] of the codes of its tiles."""
+    down, across = -(-rows // block), -(-columns // block)
+    wide = codes.view(down, across, block, block).transpose(1, 2)
+    return wide.reshape(down * block, across * block)[:rows, :columns].contiguous()
 
 
 def requantize_weight(
@@ -131,23 +142,51 @@ def quantize(
     groups: Tensor, recipe: QuantRecipe, *, power_of_two: bool, form: CodeFormat = E4M3
 ) -> tuple[Tensor, Tensor]:
     """Quantize fp32 ``groups`` [G, L]; return codes uint8 [G, L] and scales fp32 [G]."""
-    raw = _amax(groups, recipe.nan_amax)
-    amax = _at_least(raw, _AMAX_FLOORS.get(recipe.floor))
-    scale = _scale(amax, recipe, power_of_two, form.largest)
-    one = f32(1.0, groups)
-    how = recipe.apply
-    scaled = _apply(groups, amax[:, None], scale[:, None], how, power_of_two, form.largest)
+    amax = maxima(groups, recipe)
+    scale = scale_of(amax, recipe, power_of_two=power_of_two, form=form)
+    codes = codes_by(groups, amax, scale, recipe, power_of_two=power_of_two, form=form)
+    return codes, scale
+
+
+def maxima(groups: Tensor, recipe: QuantRecipe) -> Tensor:
+    """Return the largest magnitude of each group, before any floor."""
+    return _amax(groups, recipe.nan_amax)
+
+
+def scale_of(
+    amax: Tensor, recipe: QuantRecipe, *, power_of_two: bool, form: CodeFormat = E4M3
+) -> Tensor:
+    """Return the scales [G] that are stored for groups of those maxima."""
+    floored = _at_least(amax, _AMAX_FLOORS.get(recipe.floor))
+    scale = _scale(floored, recipe, power_of_two, form.largest)
     if recipe.zero_group is ZeroGroup.SCALE_ONE:
-        zero = raw == 0
-        scale = torch.where(zero, one, scale)
-        scaled = torch.where(zero[:, None], groups, scaled)
-    code = form.encode(scaled)
+        scale = torch.where(amax == 0, f32(1.0, amax), scale)
+    return scale
+
+
+def codes_by(
+    groups: Tensor,
+    amax: Tensor,
+    scale: Tensor,
+    recipe: QuantRecipe,
+    *,
+    power_of_two: bool,
+    form: CodeFormat = E4M3,
+    cast: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the codes [G, L] of groups with those maxima and scales; ``cast`` is another cast."""
+    floored = _at_least(amax, _AMAX_FLOORS.get(recipe.floor))
+    how = recipe.apply
+    scaled = _apply(groups, floored[:, None], scale[:, None], how, power_of_two, form.largest)
+    if recipe.zero_group is ZeroGroup.SCALE_ONE:
+        scaled = torch.where((amax == 0)[:, None], groups, scaled)
+    code = (cast or form.encode)(scaled)
     if recipe.overflow is Overflow.NAN:
         code = torch.where(scaled.abs() > form.rounds_to_largest, form.nan, code)
     lowest = form.top | (form.magnitude + 1)
     ends = {NanElement.KEEP: form.nan, NanElement.LOW: lowest, NanElement.HIGH: form.top}
     code = torch.where(torch.isnan(scaled), ends[recipe.nan_element], code)
-    return code.to(torch.uint8), scale
+    return code.to(torch.uint8)
 
 
 def _amax(groups: Tensor, nan_amax: NanAmax) -> Tensor:

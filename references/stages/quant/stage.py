@@ -16,8 +16,10 @@ from moe_parity.references.arithmetic.formats import (
     CodeFormat,
     ScaleFormat,
     ScaleLayout,
+    to_f32,
 )
 from moe_parity.references.language.case import Case, InputDtype, Values
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import (
     Kind,
@@ -26,8 +28,10 @@ from moe_parity.references.language.stage import (
     Reads,
     Stage,
     Subset,
-    every_second,
 )
+from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
+from moe_parity.references.stages.mistakes.quant import Groups
+from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.quant import inputs as making
 from moe_parity.references.stages.quant import reference
 from moe_parity.references.stages.quant.decisions import QuantRecipe
@@ -61,6 +65,21 @@ def code_output(rows: int, columns: int, form: CodeFormat, row: str = "row") -> 
     return Output(
         kind=Kind.CODES, shape=(rows, columns), dtype=torch.uint8, axes=(row, "column"),
         noun="codes", codes=form,
+    )  # fmt: skip
+
+
+def groups_of(case: Case, x: Tensor, recipe: QuantRecipe) -> Groups:
+    """Return fp32 rows [M, K] as the groups that mistakes are made of."""
+    rows, columns = x.shape
+    grid = rows, columns // case.group
+
+    def give(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        seen = case.scale.seen(scales.reshape(grid))
+        return {"codes": codes.view(rows, columns), "scales": seen}
+
+    return Groups(
+        values=x.reshape(-1, case.group), grid=grid, give=give, recipe=recipe,
+        power_of_two=case.scale.is_power_of_two, form=case.codes,
     )  # fmt: skip
 
 
@@ -103,13 +122,25 @@ class ActQuant(Stage[QuantInputs]):
         )
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
 
-    def subsets(self, case: Case, inputs: QuantInputs) -> Iterator[Subset]:
-        """Yield every second row."""
-        odd = every_second(inputs.x.shape[0], inputs.x)
-        if odd.numel():
-            part = QuantInputs(x=inputs.x[odd])
-            rows = {"codes": odd, "scales": odd}
-            yield Subset(case=dataclasses.replace(case, m=odd.numel()), inputs=part, rows=rows)
+    def mistakes(self, case: Case, inputs: QuantInputs, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of a quantizer, and rows read with their length as the stride."""
+        part = recipe.of(self.name, QuantRecipe)
+        yield from of_groups(groups_of(case, to_f32(inputs.x), part))
+        flat = contiguous_reading(inputs.x)
+        if flat is not None:
+            yield Mistake(
+                name="row_stride", words="rows read with their length as the stride", local=False,
+                outputs=lambda: self.reference(case, QuantInputs(x=flat), recipe),
+            )  # fmt: skip
+
+    def units(self, inputs: QuantInputs) -> int:
+        """Count rows."""
+        return inputs.x.shape[0]
+
+    def some(self, case: Case, inputs: QuantInputs, chosen: Tensor) -> Subset:
+        """Return some rows."""
+        part, rows = QuantInputs(x=inputs.x[chosen]), {"codes": chosen, "scales": chosen}
+        return Subset(case=dataclasses.replace(case, m=chosen.numel()), inputs=part, rows=rows)
 
     def errors(
         self, case: Case, inputs: QuantInputs, got: Outputs
@@ -160,14 +191,39 @@ class WeightQuant(Stage[QuantInputs]):
         out = reference.weight_quant(inputs.x, part, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": out.scales}
 
-    def subsets(self, case: Case, inputs: QuantInputs) -> Iterator[Subset]:
-        """Yield every second row of tiles."""
+    def mistakes(self, case: Case, inputs: QuantInputs, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of a quantizer of tiles, and rows read with their length as the stride."""
+        rows, columns = inputs.x.shape
+        grid = -(-rows // BLOCK), -(-columns // BLOCK)
+
+        def give(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+            return {"codes": reference.untiled(codes, rows, columns), "scales": scales.view(grid)}
+
+        yield from of_groups(
+            Groups(
+                values=reference.tiles_of(to_f32(inputs.x)), grid=grid, give=give,
+                recipe=recipe.of(self.name, QuantRecipe), power_of_two=case.scale.is_power_of_two,
+                form=case.codes,
+            )
+        )  # fmt: skip
+        flat = contiguous_reading(inputs.x)
+        if flat is not None:
+            yield Mistake(
+                name="row_stride", words="rows read with their length as the stride", local=False,
+                outputs=lambda: self.reference(case, QuantInputs(x=flat), recipe),
+            )  # fmt: skip
+
+    def units(self, inputs: QuantInputs) -> int:
+        """Count rows of tiles."""
+        return -(-inputs.x.shape[0] // BLOCK)
+
+    def some(self, case: Case, inputs: QuantInputs, chosen: Tensor) -> Subset:
+        """Return some rows of tiles."""
         row = torch.arange(inputs.x.shape[0], device=inputs.x.device)
-        odd = row[row // BLOCK % 2 == 1]
-        if odd.numel():
-            part = QuantInputs(x=inputs.x[odd])
-            rows = {"codes": odd, "scales": odd[::BLOCK] // BLOCK}
-            yield Subset(case=dataclasses.replace(case, i=odd.numel()), inputs=part, rows=rows)
+        rows = row[torch.isin(row // BLOCK, chosen)]
+        part = QuantInputs(x=inputs.x[rows])
+        case = dataclasses.replace(case, i=max(rows.numel(), 1))
+        return Subset(case=case, inputs=part, rows={"codes": rows, "scales": chosen})
 
     def errors(
         self, case: Case, inputs: QuantInputs, got: Outputs

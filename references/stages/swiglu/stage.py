@@ -13,14 +13,18 @@ from torch import Tensor
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
 from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, every_second
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
 from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.mistakes.anywhere import lost, rounded
+from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
+from moe_parity.references.stages.mistakes.swiglu import wrongs
 from moe_parity.references.stages.quant.decisions import QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
-from moe_parity.references.stages.quant.stage import code_output, scale_output
+from moe_parity.references.stages.quant.stage import code_output, groups_of, scale_output
 from moe_parity.references.stages.swiglu import aims
-from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
+from moe_parity.references.stages.swiglu.decisions import ProductRounding, SwigluRecipe
 from moe_parity.references.stages.swiglu.pools import pool
 from moe_parity.references.stages.swiglu.reference import swiglu
 
@@ -100,16 +104,28 @@ class Swiglu(Stage[GateUpRows]):
         """Return the rows that somebody owns."""
         return dict.fromkeys(self.outputs(case, inputs), inputs.expert >= 0)
 
-    def subsets(self, case: Case, inputs: GateUpRows) -> Iterator[Subset]:
-        """Yield every second row."""
-        odd = every_second(inputs.rows.shape[0], inputs.rows)
-        if not odd.numel():
-            return
-        expert = inputs.expert[odd]
+    def mistakes(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of an activation, and rows left out or rounded in another way."""
+        part = recipe.of("swiglu", SwigluRecipe)
+        for wrong in wrongs(inputs, part):
+            yield wrong.mistake(lambda rows: {"rows": f32_to_bf16(rows)})
+        plain = dataclasses.replace(part, product_rounding=ProductRounding.NONE)
+        if part.product_rounding is not ProductRounding.TWICE:
+            exact = recipe.with_parts(swiglu=plain)
+            yield from rounded(lambda: activated(inputs, exact), lambda rows: {"rows": rows})
+        yield from lost(lambda: self.reference(case, inputs, recipe))
+
+    def units(self, inputs: GateUpRows) -> int:
+        """Count rows."""
+        return inputs.rows.shape[0]
+
+    def some(self, case: Case, inputs: GateUpRows, chosen: Tensor) -> Subset:
+        """Return some rows."""
+        expert = inputs.expert[chosen]
         counts = torch.bincount(expert[expert >= 0], minlength=inputs.counts.numel()).int()
-        part = dataclasses.replace(inputs, rows=inputs.rows[odd], expert=expert, counts=counts)
-        rows = dict.fromkeys(self.outputs(case, inputs), odd)
-        yield Subset(case=dataclasses.replace(case, m=odd.numel()), inputs=part, rows=rows)
+        part = dataclasses.replace(inputs, rows=inputs.rows[chosen], expert=expert, counts=counts)
+        rows = dict.fromkeys(self.outputs(case, inputs), chosen)
+        return Subset(case=dataclasses.replace(case, m=chosen.numel()), inputs=part, rows=rows)
 
     def sealed(self, inputs: GateUpRows) -> list[Tensor]:
         """Return the rows and how the experts share them."""
@@ -141,6 +157,18 @@ class SwigluQuant(Swiglu):
         y = activated(inputs, recipe)
         out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
+
+    def mistakes(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Iterator[Mistake]:
+        """Yield those of an activation, quantized, and those of the quantizer behind it."""
+        part = recipe.of(self.name, QuantRecipe)
+
+        def quantized(y: Tensor) -> dict[str, Tensor]:
+            out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
+            return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
+
+        for wrong in wrongs(inputs, recipe.of("swiglu", SwigluRecipe)):
+            yield wrong.mistake(quantized)
+        yield from of_groups(groups_of(case, activated(inputs, recipe), part))
 
 
 def activated(inputs: GateUpRows, recipe: Recipe) -> Tensor:

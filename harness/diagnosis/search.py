@@ -1,0 +1,234 @@
+"""The search for a cause: named recipes, one decision, mistakes, two decisions, else a pattern.
+
+Each hypothesis is tried on a few rows first, most of them differing ones; what survives is held
+against all outputs.  Nothing here runs for a check that passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from moe_parity.harness.checks.judged import Judged
+from moe_parity.harness.diagnosis import pattern
+from moe_parity.harness.diagnosis.cause import Cause, CauseKind
+from moe_parity.harness.diagnosis.scene import Fit, Part, Scene
+from moe_parity.references.language import Case, Mistake, Recipe
+from moe_parity.references.language.stage import Outputs
+from moe_parity.references.recipes import ALL
+
+SECONDS = 1.0
+"""Pairs of decisions are tried where they take about as long, on the few rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """What may have been done, and the bits that come of it."""
+
+    kind: CauseKind
+    name: str
+    words: str
+    outputs: Callable[[], Outputs]
+    """On all rows."""
+    few: Callable[[], Outputs] | None
+    """On the few rows; None where it shows on all rows only."""
+
+    def cause(self, where: str = "") -> Cause:
+        """Return it as a cause."""
+        return Cause(kind=self.kind, name=self.name, words=self.words, where=where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A hypothesis that explains every output that differs."""
+
+    hypothesis: Hypothesis
+    fit: Fit
+
+
+class Search:
+    """The hypotheses about one red check."""
+
+    def __init__(self, judged: Judged, recipe: Recipe, want: Outputs) -> None:
+        self.judged, self.recipe = judged, recipe
+        self.scene = Scene(judged=judged, want=want)
+        self.part = self.scene.part()
+        self.apart: dict[str, list[Cause]] = {}
+
+    # --- hypotheses ------------------------------------------------------------------------------
+
+    def of_recipe(self, changed: Recipe, kind: CauseKind, name: str, words: str) -> Hypothesis:
+        """Return the hypothesis that a recipe was followed."""
+        stage, part = self.judged.stage, self.part
+        return Hypothesis(
+            kind=kind, name=name, words=words, outputs=lambda: self.judged.against(changed),
+            few=None if part is None else lambda: stage.reference(part.case, part.inputs, changed),
+        )  # fmt: skip
+
+    def decisions(self, recipe: Recipe) -> Iterator[Hypothesis]:
+        """Yield each decision of a recipe changed alone."""
+        for label, changed in self.judged.stage.neighbours(recipe):
+            words = spoken(recipe, changed, self.judged, label)
+            yield self.of_recipe(changed, CauseKind.DECISION, label, words)
+
+    def pairs(self, recipe: Recipe) -> Iterator[Hypothesis]:
+        """Yield two decisions of a recipe changed at once."""
+        stage = self.judged.stage
+        seen: set[frozenset[str]] = set()
+        for one, changed in stage.neighbours(recipe):
+            for two, both in stage.neighbours(changed):
+                key = frozenset((one, two))
+                if decision_of(one) != decision_of(two) and key not in seen:
+                    seen.add(key)
+                    words = " and ".join(
+                        spoken(recipe, both, self.judged, label) for label in (one, two)
+                    )
+                    yield self.of_recipe(both, CauseKind.DECISION, f"{one} and {two}", words)
+
+    def named(self) -> Iterator[Hypothesis]:
+        """Yield the other named recipes, each way of rounding once."""
+        acting, stage = self.judged.stage.acting, self.judged.stage
+        seen = [acting_parts(self.recipe, acting)]
+        for other in ALL.values():
+            parts = acting_parts(other, acting)
+            if stage.described_by(other) and parts not in seen:
+                seen.append(parts)
+                changed = [f"{n}={b.value}" for n, _, b in self.recipe.changes(other, acting)]
+                if len(changed) > 1:
+                    words = f"the roundings of recipe {other.name} ({', '.join(changed)})"
+                    yield self.of_recipe(other, CauseKind.DECISION, other.name, words)
+
+    def mistakes(self, recipe: Recipe) -> Iterator[Hypothesis]:
+        """Yield the mistakes of the stage, on top of a recipe."""
+        stage, part = self.judged.stage, self.part
+        few: dict[tuple[str, str], list[Mistake]] = {}
+        if part is not None:
+            for made in stage.mistakes(part.case, part.inputs, recipe):
+                few.setdefault((made.name, made.words), []).append(made)
+        for mistake in stage.mistakes(self.judged.case, self.judged.inputs, recipe):
+            # one mistake may be made in several ways, in the same order here and there
+            same = few.get((mistake.name, mistake.words))
+            here = same.pop(0) if same and mistake.local else None
+            yield Hypothesis(
+                kind=CauseKind.MISTAKE, name=mistake.name, words=mistake.words,
+                outputs=mistake.outputs, few=None if here is None else here.outputs,
+            )  # fmt: skip
+
+    # --- trying them -----------------------------------------------------------------------------
+
+    def fitting(self, hypotheses: Iterable[Hypothesis]) -> list[Found]:
+        """Return the hypotheses that explain every differing output, the plain ones first."""
+        passed = []
+        for hypothesis in hypotheses:
+            if self._passes(hypothesis):
+                passed.append(hypothesis)
+        found = []
+        for hypothesis in passed:
+            made = hypothesis.outputs()
+            fit = self.scene.fit(made)
+            if fit is not None:
+                found.append(Found(hypothesis=hypothesis, fit=fit))
+            self._note_apart(hypothesis, made)
+        return sorted(found, key=lambda f: (f.fit.missed > 0, f.fit.missed))
+
+    def _passes(self, hypothesis: Hypothesis) -> bool:
+        """Whether the few rows speak for it, or for it in one output."""
+        if self.part is None or hypothesis.few is None:
+            return True
+        scene, made = self.part.scene, hypothesis.few()
+        return any(scene.possible(made, [name]) for name in scene.differing)
+
+    def _note_apart(self, hypothesis: Hypothesis, made: Outputs) -> None:
+        """Keep what explains one output of several, wholly."""
+        if len(self.scene.differing) < 2:
+            return
+        for name in self.scene.differing:
+            fit = self.scene.fit(made, [name])
+            if fit is not None and not fit.missed:
+                self.apart.setdefault(name, []).append(hypothesis.cause())
+
+
+def diagnose(judged: Judged, recipes: tuple[Recipe, ...], recipe: Recipe, want: Outputs) -> Cause:
+    """Return the cause of a difference from what ``recipe``, the nearest of ``recipes``, gives."""
+    search = Search(judged, recipe, want)
+    bases = [recipe, *(r for r in recipes if r is not recipe)]
+    partial: list[Found] = []
+    tiers: list[Callable[[], Iterable[Hypothesis]]] = [
+        lambda: (h for base in bases for h in search.decisions(base)),
+        lambda: (h for base in bases for h in search.mistakes(base)),
+        search.named,
+        lambda: _affordable(search, bases),
+    ]
+    for number, tier in enumerate(tiers):
+        found = search.fitting(tier())
+        whole = [f for f in found if not f.fit.missed]
+        if number == 0 and whole:
+            # a mistake may have the same bits: both are said
+            whole += [f for f in search.fitting(tiers[1]()) if not f.fit.missed]
+        if whole:
+            return _cause(whole)
+        partial += found
+    if partial:
+        least = min(f.fit.missed for f in partial)
+        return _cause([f for f in partial if f.fit.missed == least])
+    return _each_output(search) or pattern.describe(search.scene)
+
+
+def _affordable(search: Search, bases: list[Recipe]) -> Iterable[Hypothesis]:
+    """Return the pairs of decisions, where trying them takes about a second."""
+    pairs = list(itertools.chain.from_iterable(search.pairs(base) for base in bases))
+    if not pairs:
+        return []
+    seconds = []
+    for pair in pairs[:3]:
+        start = time.perf_counter()
+        _ = search._passes(pair) if search.part is not None else pair.outputs()
+        seconds.append(time.perf_counter() - start)
+    return pairs if min(seconds) * len(pairs) < SECONDS else []
+
+
+def _cause(found: list[Found]) -> Cause:
+    causes = [f.hypothesis.cause(f.fit.where) for f in found]
+    first = causes[0]
+    return first.among(tuple(c for c in causes[1:] if c.words != first.words))
+
+
+def _each_output(search: Search) -> Cause | None:
+    """Return one cause made of what explains each output; None where one has no explanation.
+
+    One wrong division often moves two things: the scale, and what elements are divided by.
+    """
+    names = search.scene.differing
+    if len(names) < 2 or not all(search.apart.get(name) for name in names):
+        return None
+    chosen = [search.apart[name][0] for name in names]
+    return Cause(
+        kind=chosen[0].kind, name=" and ".join(c.name for c in chosen),
+        words=" and ".join(f"{c.words} (its {n})" for c, n in zip(chosen, names, strict=True)),
+    )  # fmt: skip
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def decision_of(label: str) -> str:
+    """Return the decision of ``part: decision=option``, its part included."""
+    return label.rpartition("=")[0]
+
+
+def spoken(recipe: Recipe, changed: Recipe, judged: Judged, label: str) -> str:
+    """Return ``quant.apply=divide instead of mul_recip``."""
+    name = decision_of(label).rpartition(": ")[2]
+    before = [a.value for n, a, _ in recipe.changes(changed, judged.stage.acting) if n == name]
+    return f"{label} instead of {before[0]}" if before else label
+
+
+def acting_parts(recipe: Recipe, acting: object) -> dict[str, object]:
+    """Return the parts of a recipe that a stage reads."""
+    assert isinstance(acting, dict)
+    return {name: recipe.parts.get(name) for name in acting}
+
+
+__all__ = ["Case", "Part", "Search", "diagnose"]

@@ -1,0 +1,26 @@
+"""A mistake: what a kernel may do wrong that no decision holds.
+
+As a decision's options are, mistakes are hypotheses of the diagnosis: each has a name, the bits
+that come of it, and the words that say it.  The catalogue is ``references/stages/mistakes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One way to go wrong on given inputs."""
+
+    name: str
+    """Of its kind, for reports: ``k_tail``."""
+    words: str
+    """What is wrong, in words that may begin a sentence: ``the last 128 of K left out``."""
+    outputs: Callable[[], Mapping[str, Tensor]]
+    """Makes what a kernel gives that goes wrong so, in canonical form."""
+    local: bool = True
+    """Whether a row goes wrong in the same way when it is called alone."""

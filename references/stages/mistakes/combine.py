@@ -1,0 +1,261 @@
+"""Mistakes of the top-k sum: weights, pairs, the order and the accumulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import round_bf16, to_f32
+from moe_parity.references.arithmetic.rounding import add_rn, fma_rn, mul_rn
+from moe_parity.references.language.mistake import Mistake
+from moe_parity.references.stages.mistakes import routing
+from moe_parity.references.stages.mistakes.anywhere import (
+    Outputs,
+    contiguous_reading,
+    lost,
+    round_f16,
+    rounded,
+)
+
+if TYPE_CHECKING:
+    from moe_parity.references.stages.combine import ExpertRows
+
+Rounding = Callable[[Tensor], Tensor]
+FACTORS = (2.0, 0.5, 2.5, 1.5, 0.25, 4.0, 8.0, 0.125)
+"""What a sum may be multiplied by once too often: routed_scaling_factor, 1 / k."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sum:
+    """A top-k sum that may go wrong."""
+
+    inputs: ExpertRows
+    weighted: bool
+    """Whether the recipe applies weights here."""
+    ascending: bool
+    fused: bool
+    reference: Callable[[ExpertRows], Tensor]
+    cast: Callable[[Tensor], Tensor]
+    """fp32 -> the output's type."""
+
+    def of(self, **changes: object) -> Callable[[], Outputs]:
+        """Return the sums of other inputs."""
+        return lambda: {"out": self.reference(dataclasses.replace(self.inputs, **changes))}  # type: ignore[arg-type]
+
+    def total(
+        self,
+        *,
+        order: list[int] | None = None,
+        weights: Tensor | None = None,
+        owned: Tensor | None = None,
+        product: Rounding | None = None,
+        step: Rounding = lambda t: t,
+    ) -> Tensor:
+        """Return fp32 sums [M, H] with other steps; ``product`` rounds each weighted row."""
+        rows, own = self.inputs.rows, self.owned if owned is None else owned
+        tokens, k, columns = rows.shape
+        slots = list(range(k)) if self.ascending else list(range(k))[::-1]
+        total = torch.zeros((tokens, columns), device=rows.device)
+        given = self.inputs.weights if weights is None else weights
+        for slot in slots if order is None else order:
+            row = to_f32(rows[:, slot])
+            if given is None or not (self.weighted or weights is not None):
+                added = add_rn(total, product(row) if product else row)
+            elif self.fused and product is None:
+                added = fma_rn(given[:, slot, None].expand_as(row), row, total)
+            else:
+                made = mul_rn(given[:, slot, None], row)
+                added = add_rn(total, product(made) if product else made)
+            total = torch.where(own[:, slot, None], step(added), total)
+        return total
+
+    def given(self, **how: object) -> Callable[[], Outputs]:
+        """Return the outputs of :meth:`total`."""
+        return lambda: {"out": self.cast(self.total(**how))}  # type: ignore[arg-type]
+
+    @property
+    def owned(self) -> Tensor:
+        """Which pairs are owned, bool [M, k]."""
+        return (self.inputs.expert >= 0).view(self.inputs.ids.shape)
+
+
+def mistakes(summing: Sum) -> Iterator[Mistake]:
+    """Yield what a top-k sum may do wrong."""
+    yield from _of_weights(summing)
+    yield from _of_pairs(summing)
+    yield from _of_sums(summing)
+    yield from lost(summing.of())
+
+
+def _of_weights(summing: Sum) -> Iterator[Mistake]:
+    weights = summing.inputs.weights
+    if weights is None:
+        return
+    if not summing.weighted:
+        yield Mistake(
+            name="weights_here", words="routing weights applied in the sum, where rows have them,",
+            outputs=summing.given(weights=weights),
+        )  # fmt: skip
+        return
+    owned = summing.owned
+    share = torch.where(owned, weights, 0.0).sum(1, keepdim=True)
+    many: tuple[tuple[str, str, Tensor, bool], ...] = (
+        ("weights_lost", "no routing weights", torch.ones_like(weights), True),
+        ("weights_squared", "the square of the routing weights", mul_rn(weights, weights), True),
+        ("weights_normalized", "routing weights divided by their sum", weights / weights.sum(1, keepdim=True), True),
+        ("weights_normalized", "routing weights divided by the sum of those owned", weights / share, True),
+        ("weights_softmax", "the softmax of the routing weights", weights.softmax(1), True),
+        ("weights_rounded", "routing weights rounded to BF16", round_bf16(weights), True),
+        ("weights_rounded", "routing weights rounded to FP16", round_f16(weights), True),
+        ("weights_mean", "the mean of the rows", torch.full_like(weights, 1.0 / weights.shape[1]), True),
+        ("weight_of_neighbour", "the weight of the token's next pair", weights.roll(-1, 1), True),
+        ("weight_of_neighbour", "the weight of the token's previous pair", weights.roll(1, 1), True),
+        ("weight_of_neighbour", "a token's weights from the last k to the first", weights.flip(1), True),
+        ("weight_of_neighbour", "the weight of the first pair for all of a token", weights[:, :1].expand(weights.shape), True),
+        ("weight_of_another_token", "the weights of the next token", weights.roll(-1, 0), False),
+        ("weight_of_another_token", "the weights of the previous token", weights.roll(1, 0), False),
+        ("weight_of_another_token", "the first token's weights for all", weights[:1].expand(weights.shape), False),
+        ("weights_transposed", "the weights of a [k, M] tensor", weights.t().reshape(weights.shape), False),
+        ("weights_transposed", "the weights taken from [k, M] memory", weights.reshape(weights.shape[::-1]).t().contiguous(), False),
+        ("weights_of_experts", "the weight at the expert's number", weights.gather(1, summing.inputs.ids.long().clamp(0, weights.shape[1] - 1)), True),
+    )  # fmt: skip
+    for name, words, other, local in many:
+        yield Mistake(
+            name=name, words=words, outputs=summing.of(weights=other.contiguous()), local=local
+        )
+
+
+def _of_pairs(summing: Sum) -> Iterator[Mistake]:
+    given = summing.inputs
+    owned, (tokens, k) = summing.owned, given.ids.shape
+    last, first = owned.clone(), owned.clone()
+    last[:, -1], first[:, 0] = False, False
+    only = torch.zeros_like(owned)
+    only[:, 0] = owned[:, 0]
+    second = routing.second_ones(given.ids, owned.flatten()).view(owned.shape)
+    masks: list[tuple[str, str, Tensor]] = [
+        ("pair_lost", "the last pair of each token left out", last),
+        ("pair_lost", "the first pair of each token left out", first),
+        ("pair_lost", "all but the first pair of each token left out", only),
+        ("duplicate_lost", "a token's second pair with the same expert left out", owned & ~second),
+        ("foreign_pair", "pairs added that nobody owns", torch.ones_like(owned)),
+        ("foreign_pair", "pairs added whose id is negative", owned | (given.ids < 0)),
+        ("foreign_pair", "pairs added whose id lies past the last expert", owned | (given.ids >= given.first + given.experts)),
+        ("last_expert_lost", "pairs of the last expert left out", owned & (given.expert.view(owned.shape) != given.experts - 1)),
+        ("first_expert_lost", "pairs of expert 0 left out", owned & (given.expert.view(owned.shape) != 0)),
+    ]  # fmt: skip
+    for name, words, mask in masks:
+        if bool((mask != owned).any()):
+            expert = torch.where(mask.flatten(), given.expert.clamp(min=0), -1)
+            yield Mistake(name=name, words=words, outputs=summing.of(expert=expert))
+    rows = given.rows
+    moves = [
+        ("rows_transposed", "rows taken from [k, M] memory", rows.reshape(k, tokens, -1).transpose(0, 1)),
+        ("rows_transposed", "rows of a [k, M] tensor", rows.transpose(0, 1).reshape(rows.shape)),
+        ("row_of_neighbour", "the rows of the next token", rows.roll(-1, 0)),
+        ("row_of_neighbour", "the rows of the previous token", rows.roll(1, 0)),
+        ("row_of_neighbour", "the row of the token's next pair", rows.roll(-1, 1)),
+        ("row_of_neighbour", "the row of the token's previous pair", rows.roll(1, 1)),
+        ("one_row", "the token's first row for all of its pairs", rows[:, :1].expand(rows.shape)),
+    ]  # fmt: skip
+    for name, words, moved in moves:
+        yield Mistake(
+            name=name, words=words, outputs=summing.of(rows=moved.contiguous()), local=False
+        )
+    flat = contiguous_reading(rows.reshape(tokens * k, -1)) if rows.is_contiguous() else _flat(rows)
+    if flat is not None:
+        yield Mistake(
+            name="row_stride", words="rows read with H as their stride", local=False,
+            outputs=summing.of(rows=flat),
+        )  # fmt: skip
+
+
+def _flat(rows: Tensor) -> Tensor | None:
+    count = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
+    if count < rows.numel():
+        return None
+    _tokens, k, columns = rows.shape
+    return rows.as_strided(rows.shape, (k * columns, columns, 1), rows.storage_offset()).clone()
+
+
+def _of_sums(summing: Sum) -> Iterator[Mistake]:
+    k = summing.inputs.ids.shape[1]
+    for noun, way in (("BF16", round_bf16), ("FP16", round_f16)):
+        yield Mistake(
+            name="narrow_accumulator", words=f"the sum rounded to {noun} after each row",
+            outputs=summing.given(step=way),
+        )  # fmt: skip
+        yield Mistake(
+            name="narrow_product", words=f"each weighted row rounded to {noun}",
+            outputs=summing.given(product=way),
+        )  # fmt: skip
+        yield Mistake(
+            name="narrow_accumulator", words=f"each weighted row and the sum rounded to {noun}",
+            outputs=summing.given(product=way, step=way),
+        )  # fmt: skip
+    if k > 2:
+        evens = list(range(0, k, 2)) + list(range(1, k, 2))
+        yield Mistake(
+            name="sum_order",
+            words="even k added before odd ones",
+            outputs=summing.given(order=evens),
+        )
+        yield Mistake(
+            name="sum_order", words="rows added in pairs, and the pairs then",
+            outputs=lambda: {"out": summing.cast(_tree(summing))},
+        )  # fmt: skip
+        yield Mistake(
+            name="sum_order", words="rows added by the number of their expert",
+            outputs=lambda: {"out": summing.cast(_by_expert(summing))},
+        )  # fmt: skip
+    for factor in FACTORS:
+        yield Mistake(
+            name="factor", words=f"the sum times {factor:g}",
+            outputs=lambda f=factor: {"out": summing.cast(summing.total() * f)},  # type: ignore[misc]
+        )  # fmt: skip
+    yield Mistake(
+        name="mean", words="the sum divided by k",
+        outputs=lambda: {"out": summing.cast(summing.total() / k)},
+    )  # fmt: skip
+    if summing.cast(torch.zeros(1)).dtype is torch.bfloat16:
+        yield from rounded(summing.total, lambda out: {"out": out})
+    else:
+        yield Mistake(
+            name="through_bf16", words="the sum rounded to BF16 on the way",
+            outputs=lambda: {"out": summing.cast(round_bf16(summing.total()))},
+        )  # fmt: skip
+
+
+def _weighted(summing: Sum) -> list[Tensor]:
+    rows, weights = summing.inputs.rows, summing.inputs.weights
+    found = []
+    for slot in range(rows.shape[1]):
+        row = to_f32(rows[:, slot])
+        if weights is not None and summing.weighted:
+            row = mul_rn(weights[:, slot, None], row)
+        found.append(torch.where(summing.owned[:, slot, None], row, torch.zeros_like(row)))
+    return found
+
+
+def _tree(summing: Sum) -> Tensor:
+    level = _weighted(summing)
+    while len(level) > 1:
+        pairs = [add_rn(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
+
+
+def _by_expert(summing: Sum) -> Tensor:
+    order = summing.inputs.ids.long().argsort(dim=1, stable=True)
+    given = summing.inputs
+    index = order[:, :, None].expand(-1, -1, given.rows.shape[2])
+    sorted_inputs = dataclasses.replace(
+        given, rows=given.rows.gather(1, index),
+        weights=None if given.weights is None else given.weights.gather(1, order),
+        expert=given.expert.view(given.ids.shape).gather(1, order).flatten(),
+    )  # fmt: skip
+    return dataclasses.replace(summing, inputs=sorted_inputs, ascending=True).total()
