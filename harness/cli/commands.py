@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(add("report", "make a report from a results file"))
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
+    _add_identify(add("identify", "name the recipe of a kernel, or of outputs in a file"))
     repro = add("repro", "run again what a record is about")
     repro.add_argument("id", metavar="ID", help="<kernel>-<case id>, as a failure prints it")
     repro.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
@@ -128,6 +129,21 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add("-o", dest="file", type=Path, required=True, metavar="FILE", help="the file to write")
     add("--format", choices=("html", "md", "csv"), help="default: by the ending of FILE")
     add("--partial", action="store_true", help="accept the file of an interrupted run")
+
+
+def _add_identify(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "targets",
+        nargs="+",
+        metavar="TARGET",
+        help="a kernel, a kernel file (.py), or outputs in a file (.safetensors)",
+    )
+    add("--kernel", action="append", default=[], metavar="FILE.py", help="load a file first")
+    add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    add("--stage", metavar="STAGE", help="the stage of a file that does not say it")
+    add("--case", metavar="WORDS", help="the words of its case, such as ue8m0-c7 (default: fp32)")
+    add("--seed", type=int, default=0, metavar="N", help="the seed of its case")
 
 
 def _add_witness(parser: argparse.ArgumentParser) -> None:
@@ -238,8 +254,28 @@ def _witness(args: argparse.Namespace) -> int:
     return witness_set.verify(args.paths)
 
 
+def _identify(args: argparse.Namespace) -> int:
+    from moe_parity.harness.cli import identify
+
+    if args.device is not None:
+        from moe_parity.harness.plugin import choose_device
+
+        choose_device(args.device)
+    return identify.run(
+        identify.Request(
+            targets=tuple(args.targets),
+            files=tuple(args.kernel),
+            device=args.device,
+            stage=args.stage,
+            case=args.case,
+            seed=args.seed,
+        )
+    )
+
+
 _COMMANDS = {
     "check": _check,
+    "identify": _identify,
     "report": _report,
     "kernels": _kernels,
     "recipes": _recipes,

@@ -82,7 +82,7 @@ def inputs_of(witness: Witness) -> list[Tensor]:
     if witness.kind == "dot":
         dot = models.DotCase(**json.loads(witness.detail))
         return [t for t in models.operands(dot, witness.seed) if t is not None]
-    stage, case = _kernel_case(witness)
+    stage, case = kernel_case(witness)
     return stage.sealed(stage.inputs(case))
 
 
@@ -94,11 +94,12 @@ def expected_of(witness: Witness, inputs: list[Tensor]) -> dict[str, Tensor]:
     if witness.kind == "dot":
         unit = unit_named(witness.subject)
         return {"out": bits_of(tensor_core.dot(*inputs, unit=unit))}
-    stage, case = _kernel_case(witness)
+    stage, case = kernel_case(witness)
     return _bits(stage.reference(case, stage.inputs(case), recipe_named(witness.recipe)))
 
 
-def _kernel_case(witness: Witness) -> tuple[Stage[Any], Case]:
+def kernel_case(witness: Witness) -> tuple[Stage[Any], Case]:
+    """Return the stage and the case of a kernel's witness."""
     stage, _, identity = witness.detail.partition("/")
     return stage_named(stage), parse_id(identity, witness.seed)[1]
 

@@ -61,6 +61,10 @@ class Decision:
     """The scale formats in which the choice exists at all."""
     exists: Callable[[Any], bool] = lambda recipe: True
     """Whether the choice exists beside the recipe's other options."""
+    reaches: tuple[str, ...] = ()
+    """The outputs of a stage that it can change, where it cannot change all of them."""
+    asked: Callable[[Any, Any], bool] = lambda case, inputs: True
+    """(case, inputs) -> whether a kernel has to make the choice at all."""
 
     def others(self, chosen: Option) -> Iterator[Option]:
         """Yield the options that are not ``chosen``."""

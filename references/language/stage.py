@@ -88,6 +88,8 @@ class Stage(ABC, Generic[InputsT]):
     """The words of a case that it reads."""
     acting: ClassVar[Acting]
     """The parts of a recipe that it reads, and which of their decisions act in it."""
+    elsewhere: ClassVar[frozenset[str]] = frozenset()
+    """Decisions of those parts that are made in another stage and show in this one."""
     needs: ClassVar[frozenset[str] | None] = None
     """The parts without which a recipe says nothing about it; None for all that act."""
     sizes: ClassVar[tuple[str, ...]]
@@ -137,6 +139,14 @@ class Stage(ABC, Generic[InputsT]):
         Raises ParityError for a case whose words the stage does not read.
         """
 
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, InputsT]:
+        """Return a case and its inputs of somebody's own tensors, by the names of the inputs.
+
+        The sizes of the case become those of the tensors.  Raises ParityError, in a sentence, for
+        a tensor that is missing or does not fit.
+        """
+        raise ParityError(f"{self.name} takes no inputs from a file.")
+
     @abstractmethod
     def cost(self, case: Case) -> int:
         """Return about how many programs, times blocks of K, a call costs the virtual GPU."""
@@ -144,6 +154,13 @@ class Stage(ABC, Generic[InputsT]):
     @abstractmethod
     def witness_cases(self) -> Iterator[Case]:
         """Yield the cases in which a kernel of this stage is witnessed."""
+
+    def probes(self) -> Iterator[Case]:
+        """Yield cases whose inputs tell the options of decisions apart, those that say most first.
+
+        They are what an unknown kernel is identified by; each is asked for in every scale format.
+        """
+        yield from self.witness_cases()
 
     # --- what goes in and comes out --------------------------------------------------------------
 
@@ -200,6 +217,13 @@ class Stage(ABC, Generic[InputsT]):
         It completes a sentence that begins with the cause; empty for nothing.
         """
         return ""
+
+    def handed_on(self, case: Case, inputs: InputsT, recipe: Recipe) -> Tensor | None:
+        """Return what the first of two steps inside hands to the second, [rows, ...], or None.
+
+        Where it is the same whatever the first one's decisions are, outputs tell of the second.
+        """
+        return None
 
     # --- recipes and mistakes --------------------------------------------------------------------
 

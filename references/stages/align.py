@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,13 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import WHOLE_SCALES
+from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Stage
 from moe_parity.references.stages.gemm.stage import operand
 from moe_parity.references.stages.mistakes import placing
+from moe_parity.references.stages.owned import CODES, IDS, Own
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert, place
 
 FEW_TOKENS = 64
@@ -70,6 +72,25 @@ class Align(Stage[RoutedRows]):
     def inputs(self, case: Case, device: str = "cpu") -> RoutedRows:
         """Return the routing of m tokens."""
         return routed_rows(self.check(case), device)
+
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, RoutedRows]:
+        """Take ``ids`` [M, k]; ``codes`` [M, H] and ``scales`` [M, H / 128] where they matter."""
+        own = Own(self.name, tensors)
+        ids = own.take("ids", 2, IDS).int()
+        tokens, fp32 = ids.shape[0], (torch.float32,)
+        codes = torch.zeros((tokens, BLOCK), dtype=torch.uint8, device=ids.device)
+        scales = torch.ones((tokens, 1), device=ids.device)
+        if "codes" in own or self.name != "align":
+            codes = own.take("codes", 2, CODES, (tokens,))
+            scales = own.take("scales", 2, fp32, (tokens, -(-codes.shape[1] // BLOCK)))
+        e = max(case.e, int(ids.max()) + 1 if ids.numel() else 1)
+        case = dataclasses.replace(case, m=tokens, k=ids.shape[1], e=e, h=codes.shape[1])
+        made = routed_rows(dataclasses.replace(case, m=0), str(ids.device))
+        expert = local_expert(ids, case.first_expert, case.local_experts)
+        block = 16 if tokens <= FEW_TOKENS else 64
+        return case, dataclasses.replace(
+            made, codes=codes, scales=scales, ids=ids, expert=expert, block=block
+        )
 
     def cost(self, case: Case) -> int:
         """Count a third of what counts and places an expert's pairs, 512 at a time.

@@ -27,6 +27,7 @@ from moe_parity.references.language.recipe import Acting, Part, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
 from moe_parity.references.stages.hazards import embed
 from moe_parity.references.stages.mistakes.combine import Sum, mistakes
+from moe_parity.references.stages.owned import IDS, Own
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert
 
 
@@ -88,6 +89,7 @@ SUM_STEP = Decision(
     question="Is a weighted row added by an FMA?",
     options=SumStep,
     aim=cancelling_rows,
+    asked=lambda case, inputs: inputs.weights is not None,
 )
 
 
@@ -188,6 +190,7 @@ class Combine(Stage[ExpertRows]):
         "values": frozenset({Values.NORMAL, Values.AIMED}),
     }
     acting: ClassVar[Acting] = {"combine": frozenset({"combine.order", "combine.step"})}
+    elsewhere = frozenset({"combine.weights_at"})
     sizes = ("m", "e", "k", "h")
 
     def inputs(self, case: Case, device: str = "cpu") -> ExpertRows:
@@ -209,6 +212,23 @@ class Combine(Stage[ExpertRows]):
             rows=embed(made, case.hazard), weights=weights, ids=ids,
             expert_map=expert_map(case, device), expert=expert, first=case.first_expert,
             experts=case.local_experts,
+        )  # fmt: skip
+
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, ExpertRows]:
+        """Take ``rows`` [M, k, H]; ``weights`` [M, k] and ``ids`` [M, k] if any."""
+        own = Own(self.name, tensors)
+        rows = own.take("rows", 3, (torch.bfloat16,))
+        pairs = tuple(rows.shape[:2])
+        ids = torch.zeros(pairs, dtype=torch.int32, device=rows.device)
+        if "ids" in own:
+            ids = own.take("ids", 2, IDS, pairs).int()
+        weights = own.take("weights", 2, (torch.float32,), pairs) if "weights" in own else None
+        e = max(case.e, int(ids.max()) + 1 if ids.numel() else 1)
+        case = dataclasses.replace(case, m=pairs[0], k=pairs[1], e=e, h=rows.shape[2])
+        return case, ExpertRows(
+            rows=rows, weights=weights, ids=ids, expert_map=expert_map(case, str(rows.device)),
+            expert=local_expert(ids, case.first_expert, case.local_experts),
+            first=case.first_expert, experts=case.local_experts,
         )  # fmt: skip
 
     def cost(self, case: Case) -> int:

@@ -87,6 +87,7 @@ BIAS_AT = Decision(
     question="Is a bias added before or after the rounding to BF16?",
     options=BiasAt,
     aim=aims.biased_gemm,
+    asked=lambda case, inputs: inputs.bias is not None,
 )
 
 

@@ -22,6 +22,8 @@ from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.gemm.reference import biased, grouped, hit
 from moe_parity.references.stages.hazards import embed
 from moe_parity.references.stages.mistakes.gemm import mistakes
+from moe_parity.references.stages.owned import CODES as CODES_OF
+from moe_parity.references.stages.owned import IDS, Own
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_of
 
 WITNESSED = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, seed=11)
@@ -129,6 +131,28 @@ class _Grouped(Stage[GroupedRows]):
             expert=expert, weights=0.5 + 0.5 * weights, first=case.first_expert,
         )  # fmt: skip
 
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, GroupedRows]:
+        """Take ``a``, ``a_scale``, ``w``, ``w_scale``, ``ids``; ``weights`` and ``bias`` if any."""
+        own = Own(self.name, tensors)
+        ids = own.take("ids", 2, IDS).int()
+        w = own.take("w", 3, CODES_OF)
+        experts, n, k = w.shape
+        rows = ids.shape[0] if self.shared else ids.numel()
+        blocks = -(-k // BLOCK)
+        fp32 = (torch.float32,)
+        given = GroupedRows(
+            a=own.take("a", 2, CODES_OF, (rows, k)),
+            a_scale=own.take("a_scale", 2, fp32, (rows, blocks)), w=w,
+            w_scale=own.take("w_scale", 3, fp32, (experts, -(-n // BLOCK), blocks)), ids=ids,
+            expert=local_expert(ids, case.first_expert, experts),
+            weights=own.take("weights", 2, fp32, tuple(ids.shape)) if "weights" in own else None,
+            first=case.first_expert,
+            bias=own.take("bias", 2, fp32, (experts, n)) if "bias" in own else None,
+        )  # fmt: skip
+        h, i = (k, n // 2) if self.shared else (n, k)
+        e = experts * case.ep_size
+        return dataclasses.replace(case, m=ids.shape[0], e=e, k=ids.shape[1], h=h, i=i), given
+
     def cost(self, case: Case) -> int:
         """Count blocks of 16 rows by 64 columns, times blocks of K."""
         n, k = self.extent(case)
@@ -142,6 +166,11 @@ class _Grouped(Stage[GroupedRows]):
             yield case
             yield dataclasses.replace(case, scale=ScaleFormat.UE8M0)
         yield dataclasses.replace(WITNESSED, m=65, h=256, i=128)
+
+    def probes(self) -> Iterator[Case]:
+        """Yield operands of all codes whose sums are small differences, and a batch past 64."""
+        yield dataclasses.replace(WITNESSED, h=256, pool=2)
+        yield dataclasses.replace(WITNESSED, m=65, h=256, pool=2)
 
     def outputs(self, case: Case, inputs: GroupedRows) -> Mapping[str, Output]:
         """BF16 rows of every pair; those that are not owned belong to nobody."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -17,10 +17,11 @@ from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Inner, Kind, Output, Outputs, Reads, Stage, Subset
 from moe_parity.references.stages.combine import COMBINE, ExpertRows
 from moe_parity.references.stages.gemm.stage import FC1, FC2, GroupedRows
-from moe_parity.references.stages.layer.inputs import layer_inputs
+from moe_parity.references.stages.layer.inputs import asked_of, layer_inputs
 from moe_parity.references.stages.layer.operands import Experts, LayerInputs, Routed
 from moe_parity.references.stages.layer.reference import layer, layer_float64
 from moe_parity.references.stages.mistakes.layer import mistakes
+from moe_parity.references.stages.owned import CODES, IDS, Own
 from moe_parity.references.stages.quant.stage import (
     ACT_QUANT,
     QuantInputs,
@@ -57,6 +58,23 @@ class Layer(Stage[LayerInputs]):
         """Return a batch and the experts; those that no owned pair takes hold NaN."""
         return layer_inputs(self.check(case), device)
 
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, LayerInputs]:
+        """Take ``x``, ``ids``, ``weights`` if any, and the experts' codes and scales."""
+        own, fp32 = Own(self.name, tensors), (torch.float32,)
+        x, ids = own.take("x", 2, (torch.bfloat16,)), own.take("ids", 2, IDS).int()
+        w13, w2 = own.take("w13", 3, CODES), own.take("w2", 3, CODES)
+        batch = Routed(
+            x=x, ids=ids,
+            weights=own.take("weights", 2, fp32, tuple(ids.shape)) if "weights" in own else None,
+        )  # fmt: skip
+        experts = Experts(
+            w13=w13, w13_scale=own.take("w13_scale", 3, fp32), w2=w2,
+            w2_scale=own.take("w2_scale", 3, fp32), first=case.first_expert,
+        )  # fmt: skip
+        e, (h, i) = w13.shape[0] * case.ep_size, w2.shape[1:]
+        case = dataclasses.replace(case, m=x.shape[0], e=e, k=ids.shape[1], h=h, i=i)
+        return case, LayerInputs(batch=batch, experts=experts, asked=asked_of(case))
+
     def cost(self, case: Case) -> int:
         """Count the programs of both GEMMs, times their blocks of K."""
         pairs = case.m * case.k // case.ep_size
@@ -66,8 +84,9 @@ class Layer(Stage[LayerInputs]):
         return blocks * (first + (case.h // 64) * (case.i // BLOCK))
 
     def witness_cases(self) -> Iterator[Case]:
-        """Yield nothing: a layer is witnessed by its stages."""
-        return iter(())
+        """Yield a few tokens in both formats, on which both GEMMs and the sum cancel."""
+        for scale in (ScaleFormat.FP32, ScaleFormat.UE8M0):
+            yield Case(m=4, e=4, k=2, h=256, i=256, scale=scale, values=Values.AIMED, seed=11)
 
     def outputs(self, case: Case, inputs: LayerInputs) -> Mapping[str, Output]:
         """Every stage's tensors; ``out`` may come alone."""
@@ -125,14 +144,12 @@ class Layer(Stage[LayerInputs]):
 
     def inner(self, case: Case, inputs: LayerInputs, got: Outputs) -> Iterator[Inner]:
         """Yield the five stages inside, as far as the kernel shows what lies before them."""
-        for stage, made, names in _INSIDE:
+        for stage, own_case, made, names in steps_of(case):
             if not set(names.values()) <= got.keys():
                 continue
             upstream = made(inputs, got)
             if upstream is not None:
-                form = case.mid if stage is SWIGLU_QUANT else case.scale
                 seen = {name: got[own] for name, own in names.items()}
-                own_case = dataclasses.replace(plain(case), scale=form)
                 yield Inner(stage=stage, case=own_case, inputs=upstream, got=seen)
 
     def handed(self, inputs: LayerInputs) -> list[Tensor]:
@@ -180,12 +197,9 @@ class Layer(Stage[LayerInputs]):
     ) -> dict[str, Tensor]:
         """Return a trace in which one stage has given something else, by its own names."""
         trace, after = dict(right), False
-        for stage, upstream, names in _INSIDE:
+        for stage, own, upstream, names in steps_of(case):
             if after:
-                form = case.mid if stage is SWIGLU_QUANT else case.scale
-                own = dataclasses.replace(plain(case), scale=form)
-                given: Any = upstream(inputs, trace)
-                made = stage.reference(own, given, recipe)
+                made = stage.reference(own, upstream(inputs, trace), recipe)
             if after or stage.name == name:
                 after = True
                 trace |= {theirs: made[ours] for ours, theirs in names.items()}  # type: ignore[misc]
@@ -280,6 +294,16 @@ _INSIDE = (
     (COMBINE, _combine, {"out": "out"}),
 )
 """Stage, its inputs from the layer's and the kernel's tensors, its outputs among the layer's."""
+
+Upstream = Callable[[LayerInputs, Outputs], Any]
+
+
+def steps_of(case: Case) -> Iterator[tuple[Stage[Any], Case, Upstream, Mapping[str, str]]]:
+    """Yield each stage inside, its case, what makes its inputs, and its outputs' names here."""
+    for stage, upstream, names in _INSIDE:
+        form = case.mid if stage is SWIGLU_QUANT else case.scale
+        yield stage, dataclasses.replace(plain(case), scale=form), upstream, names
+
 
 LAYER = Layer()
 

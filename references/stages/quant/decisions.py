@@ -175,6 +175,7 @@ APPLY = Decision(
     question="How is an element divided by its scale?",
     options=Apply,
     aim=aims.ties,
+    reaches=("codes",),
 )
 POWER_OF_TWO = Decision(
     name="quant.power_of_two",
@@ -188,12 +189,14 @@ NAN_ELEMENT = Decision(
     question="Which code does a NaN element get?",
     options=NanElement,
     aim=aims.nan_elements,
+    reaches=("codes",),
 )
 OVERFLOW = Decision(
     name="quant.overflow",
     question="Which code does an element past the end of E4M3 get?",
     options=Overflow,
     aim=aims.past_the_end,
+    reaches=("codes",),
     # A group's scale covers its elements unless the exponent is clamped below Inf or cut, or
     # nothing keeps 448 / amax from overflowing.
     exists=lambda recipe: (

@@ -32,11 +32,15 @@ from moe_parity.references.language.stage import (
 from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
 from moe_parity.references.stages.mistakes.quant import Groups
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
+from moe_parity.references.stages.owned import FLOATS, Own
 from moe_parity.references.stages.quant import inputs as making
 from moe_parity.references.stages.quant import reference
 from moe_parity.references.stages.quant.decisions import QuantRecipe
 
 WITNESS_SEED = 11
+WORDS = {
+    InputDtype.BF16: torch.bfloat16, InputDtype.FP16: torch.float16, InputDtype.FP32: torch.float32,
+}  # fmt: skip
 SPREAD = (Values.NORMAL, Values.WIDE)
 """Values of which a relative error means something."""
 
@@ -97,6 +101,12 @@ class ActQuant(Stage[QuantInputs]):
         """Return activations [m, h]."""
         return QuantInputs(x=making.activations(self.check(case), device))
 
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, QuantInputs]:
+        """Take ``x`` [M, H]."""
+        x = Own(self.name, tensors).take("x", 2, FLOATS)
+        word = next(word for word in InputDtype if WORDS[word] is x.dtype)
+        return dataclasses.replace(case, m=x.shape[0], h=x.shape[1], dtype=word), QuantInputs(x=x)
+
     def cost(self, case: Case) -> int:
         """Count programs of 32 rows and a group; each costs as much as six blocks of K."""
         return 6 * -(-case.m // 32) * -(-case.h // case.group)
@@ -107,6 +117,12 @@ class ActQuant(Stage[QuantInputs]):
         for scale in ScaleFormat:
             for dtype in (InputDtype.BF16, InputDtype.FP32):
                 yield dataclasses.replace(base, scale=scale, dtype=dtype)
+
+    def probes(self) -> Iterator[Case]:
+        """Yield the newest pool from fp32 and BF16."""
+        base = Case(m=472, h=512, values=Values.AIMED, pool=2)
+        for dtype in (InputDtype.FP32, InputDtype.BF16):
+            yield dataclasses.replace(base, dtype=dtype)
 
     def outputs(self, case: Case, inputs: QuantInputs) -> Mapping[str, Output]:
         """Codes [m, h] and scales [m, h / group]."""
@@ -168,6 +184,12 @@ class WeightQuant(Stage[QuantInputs]):
         """Return the weight's own names of its sizes."""
         return f"n{case.i}-k{case.h}"
 
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, QuantInputs]:
+        """Take ``x`` [N, K]."""
+        x = Own(self.name, tensors).take("x", 2, FLOATS)
+        word = next(word for word in InputDtype if WORDS[word] is x.dtype)
+        return dataclasses.replace(case, i=x.shape[0], h=x.shape[1], dtype=word), QuantInputs(x=x)
+
     def cost(self, case: Case) -> int:
         """Count tiles."""
         return 6 * -(-case.i // BLOCK) * -(-case.h // BLOCK)
@@ -177,6 +199,12 @@ class WeightQuant(Stage[QuantInputs]):
         base = Case(i=200, h=300, values=Values.AIMED, seed=WITNESS_SEED)
         for scale in (ScaleFormat.FP32, ScaleFormat.UE8M0):
             yield dataclasses.replace(base, scale=scale)
+
+    def probes(self) -> Iterator[Case]:
+        """Yield weights of tiles with one row, which holds an aimed group, from fp32 and BF16."""
+        base = Case(i=1, h=BLOCK * 192, values=Values.AIMED, pool=2)
+        for dtype in (InputDtype.FP32, InputDtype.BF16):
+            yield dataclasses.replace(base, dtype=dtype)
 
     def outputs(self, case: Case, inputs: QuantInputs) -> Mapping[str, Output]:
         """Codes [i, h] and one scale for each tile."""

@@ -78,12 +78,14 @@ CLAMP_ORDER = Decision(
     question="Where does the limit act?",
     options=ClampOrder,
     aim=aims.gates_at_the_limit,
+    asked=lambda case, inputs: inputs.limit is not None,
 )
 CLAMP_ROUNDING = Decision(
     name="swiglu.clamp_rounding",
     question="What is rounded to BF16 after the limit?",
     options=ClampRounding,
     aim=aims.gates_past_an_odd_limit,
+    asked=lambda case, inputs: inputs.limit is not None,
 )
 SHIFT = Decision(
     name="swiglu.shift",
@@ -96,6 +98,7 @@ CLAMP_NAN = Decision(
     question="What does the limit make of a NaN in up?",
     options=ClampNan,
     aim=aims.gates_past_an_odd_limit,
+    asked=lambda case, inputs: inputs.limit is not None,
 )
 
 

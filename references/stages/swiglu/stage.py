@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
-from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.case import Case, Gate, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
@@ -20,6 +20,7 @@ from moe_parity.references.stages.hazards import embed
 from moe_parity.references.stages.mistakes.anywhere import lost, rounded
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.mistakes.swiglu import wrongs
+from moe_parity.references.stages.owned import IDS, Own
 from moe_parity.references.stages.quant.decisions import QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
 from moe_parity.references.stages.quant.stage import code_output, groups_of, scale_output
@@ -82,6 +83,21 @@ class Swiglu(Stage[GateUpRows]):
             expert=expert.to(device), limit=case.clamp, alpha=alpha, beta=beta,
         )  # fmt: skip
 
+    def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, GateUpRows]:
+        """Take ``rows`` [P, 2 * I], and ``expert`` [P] where some rows are nobody's."""
+        own = Own(self.name, tensors)
+        rows = own.take("rows", 2, (torch.bfloat16,))
+        count = rows.shape[0]
+        expert = torch.zeros(count, dtype=torch.int64, device=rows.device)
+        if "expert" in own:
+            expert = own.take("expert", 1, IDS, (count,)).long()
+        counts = torch.bincount(expert[expert >= 0], minlength=1).int()
+        alpha, beta = case.gate.alpha_beta
+        case = dataclasses.replace(case, m=count, e=counts.numel(), i=rows.shape[1] // 2)
+        return case, GateUpRows(
+            rows=rows, counts=counts, expert=expert, limit=case.clamp, alpha=alpha, beta=beta
+        )
+
     def cost(self, case: Case) -> int:
         """Count programs of four rows and a group."""
         return max(case.m // 4, 1) * -(-case.i // BLOCK)
@@ -90,6 +106,15 @@ class Swiglu(Stage[GateUpRows]):
         """Yield a case without a limit and one with a limit that is no BF16 number."""
         for clamp in (None, aims.ODD_LIMIT):
             yield dataclasses.replace(WITNESSED, clamp=clamp)
+
+    def probes(self) -> Iterator[Case]:
+        """Yield the newest pool without a limit, with a beta, with limits, and special values."""
+        base = Case(m=512, e=5, i=128, values=Values.AIMED, pool=2)
+        yield base
+        yield dataclasses.replace(base, m=128, clamp=aims.LOW_LIMIT)
+        yield dataclasses.replace(base, m=128, clamp=aims.ODD_LIMIT)
+        yield dataclasses.replace(base, m=128, clamp=aims.ODD_LIMIT, values=Values.SPECIAL)
+        yield dataclasses.replace(base, m=128, gate=Gate.SWIGLUOAI)
 
     def outputs(self, case: Case, inputs: GateUpRows) -> Mapping[str, Output]:
         """BF16 rows [P, I]."""
@@ -144,6 +169,10 @@ class SwigluQuant(Swiglu):
         for scale in ScaleFormat:
             for case in super().witness_cases():
                 yield dataclasses.replace(case, scale=scale)
+
+    def handed_on(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Tensor:
+        """Return the products that are quantized."""
+        return activated(inputs, recipe)
 
     def outputs(self, case: Case, inputs: GateUpRows) -> Mapping[str, Output]:
         """Codes [P, I] and scales [P, I / group]."""

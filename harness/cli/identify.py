@@ -1,0 +1,208 @@
+"""`parity identify`: what does a kernel compute? From its outputs alone.
+
+A kernel is run on cases that tell decisions apart, in every format that it takes; outputs may also
+come from a file: a witness, or somebody's own tensors.  The recipe that a kernel states is not
+looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from moe_parity.harness.calling.run import run as call
+from moe_parity.harness.checks.flow import BROKEN, first_line
+from moe_parity.harness.diagnosis.answer import Answer, Nearest, identify
+from moe_parity.harness.diagnosis.cause import opened
+from moe_parity.harness.diagnosis.identify import Probe, Seen
+from moe_parity.harness.evidence.dump import read_dump
+from moe_parity.harness.session import environment
+from moe_parity.kernels import Kernel, load_file, select
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, ScaleFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of `parity identify`."""
+
+    targets: tuple[str, ...]
+    """Names of kernels, kernel files (.py), and files of outputs (.safetensors)."""
+    files: tuple[str, ...] = ()
+    """Kernel files to load first."""
+    device: str | None = None
+    stage: str | None = None
+    case: str | None = None
+    """Of a file that does not say it: the stage, and the words of the case."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What belongs together: a stage's outputs in one format."""
+
+    who: str
+    words: str
+    seen: tuple[Seen, ...]
+
+
+def run(request: Request) -> int:
+    """Identify all targets and print an answer for each setting; return 0, or 1 for a ``none``.
+
+    Raises ParityError for a target that cannot be read or run.
+    """
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for file in request.files:
+        load_file(file)
+    missing = outputs = 0
+    start = time.perf_counter()
+    said: list[tuple[tuple[str, ...], list[str]]] = []
+    for setting in settings_of(request):
+        answer = identify(setting.seen, setting.who)
+        missing += not answer.recipes
+        outputs += sum(bits.numel() for one in setting.seen for bits in one.bits.values())
+        lines = (f"{answer.stage} of {setting.who}", *told(answer))
+        if said and said[-1][0] == lines:
+            said[-1][1].append(setting.words)
+            continue
+        _print(console, said)
+        said = [(lines, [setting.words])]
+    _print(console, said)
+    console.print(f"{outputs:,} outputs, {time.perf_counter() - start:.1f} s", style="dim")
+    return 1 if missing else 0
+
+
+def _print(console: Console, said: list[tuple[tuple[str, ...], list[str]]]) -> None:
+    """Print what was found, of settings with the same answer once."""
+    for (head, *lines), words in said:
+        console.print(f"{head}, {', '.join(words)}")
+        for line in lines:
+            console.print(f"  {line}")
+
+
+def settings_of(request: Request) -> Iterator[Setting]:
+    """Yield the settings of every target."""
+    for target in request.targets:
+        if target.endswith(".safetensors"):
+            yield from _of_file(Path(target), request)
+        else:
+            for kernel in select([target]):
+                yield from of_kernel(kernel, request.device)
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+def of_kernel(kernel: Kernel, device: str | None = None) -> Iterator[Setting]:
+    """Run a kernel on the probes of its stage, once for each scale format and input type.
+
+    Raises ParityError where it cannot run here, takes no probe, or raises.
+    """
+    device = device or ("cuda" if environment.gpu() else "cpu")
+    reason = kernel.unavailable()
+    if reason:
+        raise ParityError(
+            f"{kernel.name} cannot run here: {reason} Its outputs from elsewhere can be read: "
+            "`parity identify FILE.safetensors`."
+        )
+    count = 0
+    for words, cases in _formats(kernel, device):
+        found = tuple(_run(kernel, case, device) for case in cases)
+        for setting in _inside(kernel.name, words, found):
+            count += 1
+            yield setting
+    if not count:
+        raise ParityError(
+            f"{kernel.name} takes none of the cases that {kernel.stage} is probed by."
+        )
+
+
+def _formats(kernel: Kernel, device: str) -> Iterator[tuple[str, list[Case]]]:
+    """Yield the cases that a kernel takes, by what its recipe may depend on."""
+    found: dict[str, list[Case]] = {}
+    for scale in ScaleFormat:
+        for probe in kernel.stage.probes():
+            case = dataclasses.replace(probe, scale=scale)
+            if kernel.declines(case, device) is None:
+                words = [scale.value]
+                words += [case.dtype.value] if "dtype" in kernel.stage.reads else []
+                found.setdefault(" from ".join(words), []).append(case)
+    yield from found.items()
+
+
+def _run(kernel: Kernel, case: Case, device: str) -> Seen:
+    inputs = kernel.stage.inputs(case, device)
+    try:
+        got = call(kernel, case, inputs).outputs
+    except BROKEN as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise ParityError(f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}") from None
+    return Seen(Probe(stage=kernel.stage, case=case, inputs=inputs), got)
+
+
+def _inside(who: str, words: str, found: Sequence[Seen]) -> Iterator[Setting]:
+    """Yield a stage as it is; a layer that shows what is inside, stage by stage."""
+    stage = found[0].probe.stage
+    inner: dict[str, list[Seen]] = {}
+    for one in found:
+        for own in stage.inner(one.probe.case, one.probe.inputs, one.got):
+            probe = Probe(stage=own.stage, case=own.case, inputs=own.inputs)
+            inner.setdefault(own.stage.name, []).append(Seen(probe, own.got))
+    if not inner or "fc1" not in inner:
+        yield Setting(who=who, words=words, seen=tuple(found))
+    else:
+        for seen in inner.values():
+            yield Setting(who=who, words=words, seen=tuple(seen))
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _of_file(path: Path, request: Request) -> Iterator[Setting]:
+    dump = read_dump(path, stage=request.stage, case=request.case, seed=request.seed)
+    seen = Seen(Probe(stage=dump.stage, case=dump.case, inputs=dump.inputs), dump.outputs)
+    yield from _inside(path.name, dump.case.id, [seen])
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def told(answer: Answer) -> Iterator[str]:
+    """Yield the lines that say an answer."""
+    if answer.nearest is not None:
+        yield from _none(answer.nearest)
+        return
+    names = " or ".join(answer.names)
+    count = len(answer.recipes)
+    yield names or f"no named recipe, but {count} explain{'s' * (count == 1)} every bit"
+    yield from answer.changed
+    yield from _wrapped(f"{name}={option}" for name, option in answer.fixed.items())
+    for name, options in answer.open.items():
+        yield f"open: {name} ({', '.join(options)})"
+    if answer.not_asked:
+        yield f"not asked for: {', '.join(answer.not_asked)}"
+
+
+def _none(near: Nearest) -> Iterator[str]:
+    share = 100.0 * near.equal / max(near.of, 1)
+    yield "none: no recipe explains every bit"
+    yield f"nearest: {near.recipe}, with {near.equal:,} of {near.of:,} outputs ({share:.2f} %)"
+    alone = ", in a row that no recipe tried gives" if near.alone else ""
+    yield f"first unexplained: {near.place}{alone}"
+    yield f"the difference: {opened(near.cause.phrase).rstrip(',')}"
+
+
+def _wrapped(words: Iterable[str], width: int = 96) -> Iterator[str]:
+    line = ""
+    for word in words:
+        if line and len(line) + len(word) + 2 > width:
+            yield line
+            line = ""
+        line = f"{line}  {word}" if line else word
+    if line:
+        yield line

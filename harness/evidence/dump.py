@@ -1,0 +1,104 @@
+"""Outputs in a safetensors file: a witness, or tensors that somebody brings along.
+
+A witness says its case and its inputs are made anew.  Any other file holds the outputs of a stage
+by their names, and its inputs by theirs (docs/stages.md); the stage and the words of the case come
+with the command or stand in the metadata as ``stage`` and ``case``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moe_parity.harness.calling.canonical import canonical
+from moe_parity.harness.evidence import witness
+from moe_parity.kernels import Call
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, Stage, parse_id
+from moe_parity.references.language.stage import Kind, Output
+from moe_parity.references.stages import stage_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """Outputs of a stage with the case and the inputs that they belong to."""
+
+    stage: Stage[Any]
+    case: Case
+    inputs: Any
+    outputs: dict[str, Tensor]
+    """In canonical form."""
+
+
+def read_dump(
+    path: Path, *, stage: str | None = None, case: str | None = None, seed: int = 0
+) -> Dump:
+    """Read a file; ``stage`` and ``case`` say what it does not.
+
+    Raises ParityError, in a sentence, for a file that is none, and for tensors that do not fit.
+    """
+    if not path.is_file():
+        raise ParityError(f"{path} does not exist or is not a file.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise ParityError(f"{path} is not a safetensors file: {error}.") from None
+    if metadata.get("schema") == witness.SCHEMA and "outputs_sha256" in metadata:
+        return _of_witness(path)
+    named = stage or metadata.get("stage")
+    if named is None:
+        raise ParityError(f"{path} does not say its stage: add --stage, such as --stage act_quant.")
+    words = case or metadata.get("case", "fp32")
+    return _own(path, stage_named(named), parse_id(f"it-{words}", seed)[1], tensors)
+
+
+def _of_witness(path: Path) -> Dump:
+    kept, _ = witness.read(path)
+    if kept.kind != "kernel":
+        raise ParityError(f"{path} witnesses a {kept.kind}, not a kernel: nothing to identify.")
+    stage, case = witness.kernel_case(kept)
+    inputs = stage.inputs(case)
+    outputs = stage.outputs(case, inputs)
+    made = {name: _from_bits(bits, outputs[name]) for name, bits in kept.tensors.items()}
+    ordered = {name: made[name] for name in outputs if name in made}
+    return Dump(stage=stage, case=case, inputs=inputs, outputs=ordered)
+
+
+def _from_bits(bits: Tensor, output: Output) -> Tensor:
+    """Return the values that a witness keeps the bits of."""
+    if output.kind in (Kind.CODES, Kind.INTEGERS):
+        return bits
+    if output.kind is Kind.SCALES:
+        return bits.view(torch.float32)
+    if output.dtype is torch.float16:
+        return bits.to(torch.int16).view(torch.float16)
+    return bits.view(output.dtype)
+
+
+def _own(path: Path, stage: Stage[Any], case: Case, tensors: Mapping[str, Tensor]) -> Dump:
+    case, inputs = stage.given(stage.check(case), tensors)
+    outputs = stage.outputs(case, inputs)
+    inside = [name for name in outputs if name in tensors]
+    returned = {name: tensors[name] for name in inside}
+    if not returned:
+        have = ", ".join(tensors) or "nothing"
+        raise ParityError(
+            f"{path} holds {have}, and no output of {stage}, which are {', '.join(outputs)}."
+        )
+
+    call = Call(case=case, stage=stage, inputs=inputs, allocate=_no_memory)
+    return Dump(stage=stage, case=case, inputs=inputs, outputs=canonical(str(path), call, returned))
+
+
+def _no_memory(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    raise ParityError(f"{name} is read from a file: nothing is allocated for it.")
