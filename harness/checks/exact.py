@@ -12,7 +12,7 @@ import torch
 from moe_parity.harness.checks.compare import Difference, where
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused
-from moe_parity.harness.diagnosis.cause import Cause, opened
+from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
 from moe_parity.harness.diagnosis.search import diagnose
 from moe_parity.references.language import Recipe
 from moe_parity.references.language.stage import Kind, Outputs
@@ -81,10 +81,11 @@ def _sentence(judged: Judged, recipe: Recipe, found: list[Difference], why: Caus
     of = f" of {first.name}" if named else ""
     about = f"{judged.stage} of {judged.who}"
     own = judged.stage.told(judged.case, judged.inputs, judged.got)
-    start = f"{opened(why.phrase)} in {about}" if why is not None else about
+    known = why is not None and not (own and why.kind is CauseKind.PATTERN)
+    start = f"{opened(why.phrase)} in {about}" if why is not None and known else about
     seen = own or f"at {place}{of} got {first.got}, expected {first.want}"
     by = "" if recipe.name == NO_ROUNDING else f" by recipe {recipe.name}"
-    colon = ": " if why is not None else " differs: "
+    colon = ": " if known or own else " differs: "
     return f"{start}{colon}{seen}{by}; {', '.join(d.words for d in found)}."
 
 

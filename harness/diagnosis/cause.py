@@ -57,7 +57,7 @@ class Cause:
         """The words with the alternatives: ``A, or B``."""
         own = self.words + (f" {self.where}" if self.where else "")
         more = len(self.others_words) - SAID
-        tail = (f"one of {more} others",) if more > 0 else ()
+        tail = (f"{more} more",) if more > 0 else ()
         return ", or ".join((own, *self.others_words[:SAID], *tail))
 
 

@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness.diagnosis.identify import Seen
-from moe_parity.references.language import Recipe
+from moe_parity.references.language import Case, Recipe
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import LAYER
 from moe_parity.references.stages.layer.stage import LayerInputs, steps_of
 
 
 class Chain:
-    """The layer of one probe for any recipe, each step computed once."""
+    """A layer on one batch for any recipe, each step computed once."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.case, self.inputs = seen.probe.case, seen.probe.inputs
-        assert isinstance(self.inputs, LayerInputs)
-        self.wanted = seen.bits["out"]
-        self.as_bits = seen.probe.as_bits
+    def __init__(self, case: Case, inputs: LayerInputs) -> None:
+        self.case, self.inputs = case, inputs
         self._known: dict[tuple[object, ...], tuple[int, dict[str, Tensor]]] = {}
         self._states: dict[bytes, int] = {}
 
-    def gives(self, recipe: Recipe) -> bool:
-        """Whether a recipe gives every bit of the output."""
+    def trace(self, recipe: Recipe) -> dict[str, Tensor]:
+        """Return what a recipe gives, every stage's tensors."""
         trace: dict[str, Tensor] = {}
         state = 0
         for stage, case, upstream, names in steps_of(self.case):
@@ -44,7 +41,7 @@ class Chain:
                 self._known[key] = self._state(own), own
             state, own = self._known[key]
             trace |= own
-        return torch.equal(self.as_bits({"out": trace["out"]})["out"], self.wanted)
+        return trace
 
     def _state(self, made: dict[str, Tensor]) -> int:
         """Return a number for a stage's outputs, the same for the same bits."""
@@ -59,10 +56,19 @@ def explaining(seen: Sequence[Seen]) -> list[tuple[str, Recipe]]:
 
     Named recipes first; else those with one decision changed, else with two.
     """
-    chains = [Chain(one) for one in seen]
+    chains = [(Chain(one.probe.case, one.probe.inputs), one) for one in seen]
+
+    def gives(recipe: Recipe) -> bool:
+        return all(
+            torch.equal(
+                one.probe.as_bits({"out": chain.trace(recipe)["out"]})["out"], one.bits["out"]
+            )
+            for chain, one in chains
+        )
+
     named = list(_distinct(ALL.values()))
     for candidates in (_plain(named), _changed(named), _twice(named)):
-        found = [(label, r) for label, r in candidates if all(c.gives(r) for c in chains)]
+        found = [(label, r) for label, r in candidates if gives(r)]
         if found:
             return found
     return []

@@ -6,8 +6,8 @@ A way to label outputs tells whether something holds in one place only, and says
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from moe_parity.references.language.stage import Output
 
 LISTED = 6
 """Numbers that a sentence lists; of more it gives the first and the last."""
+Along = dict[str, tuple[int, Tensor]]
+"""Output -> dimension, and the label of each index along it, int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,9 @@ class Labels:
     """For one label: ``for expert {}``."""
     many: str
     """For several: ``for experts {}``."""
-    along: Mapping[str, tuple[int, Tensor]]
-    """Output -> dimension, and the label of each index along it, int64."""
+    along: Along
+    texts: Mapping[int, str] = field(default_factory=dict)
+    """The words of a label that is no number."""
 
     def of(self, masks: Mapping[str, Tensor]) -> set[int] | None:
         """Return the labels of what is marked; None where an output that is marked has none."""
@@ -41,86 +44,113 @@ class Labels:
                 return None
             dim, labels = self.along[name]
             there = mask.any(1 - dim) if mask.dim() > 1 else mask
-            found |= set(labels[there.to(labels.device)].tolist())
+            found |= set(labels[there.cpu()].tolist())
         return found
+
+    def where(self, name: str, chosen: set[int], like: Tensor) -> Tensor:
+        """Return a mask of an output where it has one of some labels."""
+        dim, labels = self.along[name]
+        there = torch.isin(labels, torch.tensor(sorted(chosen))).to(like.device)
+        shape = [1] * like.dim()
+        shape[dim] = -1
+        return there.view(shape).expand(like.shape)
 
     def words(self, chosen: set[int]) -> str:
         """Return where they are, in words."""
+        if self.texts:
+            return " and ".join(self.texts[n] for n in sorted(chosen))
         return (self.one if len(chosen) == 1 else self.many).format(numbers(chosen))
+
+    def plain(self, chosen: set[int]) -> bool:
+        """Whether a few words say them: a few numbers, or all from one to another."""
+        found = sorted(chosen)
+        steps = {b - a for a, b in itertools.pairwise(found)}
+        return len(found) <= LISTED or len(steps) == 1
 
 
 def numbers(chosen: set[int]) -> str:
-    """Return numbers in words: ``3``, ``1 and 4``, ``19 to 23``, ``every 2nd from 0 to 62``."""
+    """Return numbers in words: ``3``, ``1 and 4``, ``19 to 23``, ``0 to 62 in steps of 2``."""
     found = sorted(chosen)
     if len(found) <= 2:
         return " and ".join(map(str, found))
-    step = found[1] - found[0]
-    if all(b - a == step for a, b in itertools.pairwise(found)):
+    steps = {b - a for a, b in itertools.pairwise(found)}
+    if len(steps) == 1:
         span = f"{found[0]} to {found[-1]}"
-        return span if step == 1 else f"{span} in steps of {step}"
+        return span if steps == {1} else f"{span} in steps of {steps.pop()}"
     if len(found) <= LISTED:
         return f"{', '.join(map(str, found[:-1]))} and {found[-1]}"
     return f"{found[0]} to {found[-1]} ({len(found)} of them)"
 
 
-Along = dict[str, tuple[int, Tensor]]
+def labels_of(judged: Judged, shapes: Mapping[str, Sequence[int]]) -> list[Labels]:
+    """Return the ways to label a stage's outputs of some shapes, those that say most first."""
+    return [*_rows(judged, shapes), *_columns(judged, shapes)]
 
 
-def labels_of(judged: Judged) -> list[Labels]:
-    """Return the ways to label a stage's outputs, those that say most first."""
-    return [*_rows(judged), *_columns(judged)]
-
-
-def _rows(judged: Judged) -> Iterator[Labels]:
-    row: Along = {}
+def _rows(judged: Judged, shapes: Mapping[str, Sequence[int]]) -> Iterator[Labels]:
     token: Along = {}
     slot: Along = {}
     expert: Along = {}
     rank: Along = {}
-    for name, output in judged.outputs.items():
-        if name not in judged.got:
-            continue
-        index = torch.arange(judged.got[name].shape[0])
-        row[name] = 0, index
+    rows: dict[str, Along] = {}
+    for name, shape in shapes.items():
+        output = judged.outputs[name]
+        index, noun = torch.arange(shape[0]), output.axes[0]
+        rows.setdefault(noun, {})[name] = 0, index
         pairs = _expert_of(judged, output)
-        if output.axes[0] == "token":
+        if noun == "token":
             token[name] = 0, index
+        if noun == "expert":
+            expert[name] = 0, index
         if pairs is not None:
             expert[name] = 0, pairs
             rank[name] = 0, _rank(pairs)
-        if pairs is not None and output.axes[0] == "pair":
+        if pairs is not None and noun == "pair":
             k = _top_k(judged.inputs)
             token[name], slot[name] = (0, index // k), (0, index % k)
-    noun = next((o.axes[0] for n, o in judged.outputs.items() if n in judged.got), "row")
     yield Labels(one="for expert {}", many="for experts {}", along=expert)
     yield Labels(one="for k {}", many="for k {}", along=slot)
     yield Labels(one="for token {}", many="for tokens {}", along=token)
     yield Labels(one="in row {} of each expert", many="in rows {} of each expert", along=rank)
-    yield from _halves(rank, "rows {} of every {} of an expert")
-    yield from _halves(row, "rows {} of every {}")
-    yield Labels(one=f"in {noun} {{}}", many=f"in {noun}s {{}}", along=row)
+    yield from _halves(rank, "rows", " of an expert")
+    for noun, along in rows.items():
+        tall = max(len(labels) for _, labels in along.values())
+        low = min(len(labels) for _, labels in along.values())
+        if low < tall:  # the scales of tiles beside their codes
+            tiles = {n: (d, i if len(i) == low else i // BLOCK) for n, (d, i) in along.items()}
+            yield Labels(one="in row {} of tiles", many="in rows {} of tiles", along=tiles)
+            along = {n: v for n, v in along.items() if len(v[1]) == tall}
+        if noun not in ("token", "expert"):
+            yield from _halves(along, f"{noun}s")
+            yield Labels(one=f"in {noun} {{}}", many=f"in {noun}s {{}}", along=along)
+        else:
+            yield from _halves(along, f"{noun}s")
 
 
-def _halves(along: Along, words: str) -> Iterator[Labels]:
+def _halves(along: Along, noun: str, tail: str = "") -> Iterator[Labels]:
     """Yield which half of every tile of 2, 4, 8 ... 128."""
     for size in (2, 4, 8, 16, 32, 64, 128):
         half = size // 2
-        halves = {n: (d, index % size // half) for n, (d, index) in along.items()}
-        for first in (0, 1):
-            span = f"{first * half} to {first * half + half - 1}" if half > 1 else f"{first}"
-            own = {n: (d, (index == first).long()) for n, (d, index) in halves.items()}
-            yield Labels(one=f"in {words.format(span, size)}", many="", along=own)
+        if not along or max(len(index) for _, index in along.values()) < size:
+            continue
+        spans = [f"{n * half} to {n * half + half - 1}" if half > 1 else f"{n}" for n in (0, 1)]
+        texts = {n: f"in {noun} {span} of every {size}{tail}" for n, span in enumerate(spans)}
+        if size == 2:
+            texts = {0: f"in even {noun}{tail}", 1: f"in odd {noun}{tail}"}
+        own = {n: (d, index % size // half) for n, (d, index) in along.items()}
+        yield Labels(one="", many="", along=own, texts=texts)
 
 
-def _columns(judged: Judged) -> Iterator[Labels]:
+def _columns(judged: Judged, shapes: Mapping[str, Sequence[int]]) -> Iterator[Labels]:
     column: Along = {}
     block: Along = {}
     scale: Along = {}
     gate: Along = {}
-    for name, output in judged.outputs.items():
-        if name not in judged.got or len(output.axes) < 2:
+    for name, shape in shapes.items():
+        output = judged.outputs[name]
+        if len(shape) < 2:
             continue
-        index = torch.arange(judged.got[name].shape[1])
+        index = torch.arange(shape[1])
         if output.axes[1] == "scale":
             scale[name] = 1, index
             continue
@@ -128,15 +158,15 @@ def _columns(judged: Judged) -> Iterator[Labels]:
         block[name] = 1, index // BLOCK
         if judged.stage.name == "fc1" or name == "fc1":
             gate[name] = 1, index // max(index.numel() // 2, 1)
-    groups = next((judged.got[name].shape[1] for name in scale), 0)
+    groups = next((shapes[name][1] for name in scale), 0)
     if groups:
         wide = {
-            n: (1, index // max(index.numel() // groups, 1)) for n, (_, index) in column.items()
+            n: (1, index // max(-(-index.numel() // groups), 1)) for n, (_, index) in column.items()
         }
         yield Labels(one="for scale {}", many="for scales {}", along=scale | wide)
-    yield Labels(one="in half {} of gate and up", many="", along=gate)
+    yield Labels(one="", many="", along=gate, texts={0: "in the gate", 1: "in up"})
     yield Labels(one="in block {} of 128 columns", many="in blocks {} of 128 columns", along=block)
-    yield from _halves(column, "columns {} of every {}")
+    yield from _halves(column, "columns")
     yield Labels(one="in column {}", many="in columns {}", along=column)
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness.calling.poison import POISONS, SCRATCH
-from moe_parity.harness.checks.compare import comparable, ordered
+from moe_parity.harness.checks.compare import fitted, ordered
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
-from moe_parity.harness.diagnosis.scene import Scene, spread
+from moe_parity.harness.diagnosis.scene import FEW, Scene, spread
 from moe_parity.references.arithmetic.formats import to_f32
 from moe_parity.references.language.stage import Kind, Output
 
@@ -25,7 +25,7 @@ def describe(scene: Scene) -> Cause:
     name = scene.differing[0]
     output = scene.judged.outputs[name]
     got, want, bad = scene.bits(name)
-    values = (scene.judged.got[name], scene.want[name])
+    values = fitted(scene.judged.got[name], scene.want[name])
     slug, equal = next(_equal(output, got, want, bad, values), ("unknown", ""))
     place = _place(scene, name)
     parts = ", ".join(filter(None, (equal, place)))
@@ -40,7 +40,7 @@ def _place(scene: Scene, name: str) -> str:
     for way in scene.labels:
         chosen = way.of(bad)
         every = torch.unique(way.along[name][1]) if name in way.along else []
-        if chosen and len(chosen) < len(every):
+        if chosen and len(chosen) < len(every) and way.plain(chosen):
             share = len(chosen) / len(every)
             dim = way.along[name][0]
             if dim not in said or share < said[dim][0] / 2:
@@ -60,8 +60,10 @@ def _equal(
         if bool(_is_poison(values[0][bad], byte).all()):
             yield "poison", "as their memory was before the call"
     if bool((seen == seen[0]).all()) and seen.numel() > 1:
-        yield "constant", f"all the same, 0x{int(seen[0]) & 0xFFFFFFFF:x}"
-    if got.dim() == 2:
+        value = values[0][bad].flatten()[0]
+        said = f"{float(value):.6g}" if value.is_floating_point() else f"{int(value)}"
+        yield "constant", f"all the same, {said}"
+    if got.dim() == 2 and torch.unique(seen).numel() > 1 and seen.numel() >= FEW:
         yield from _moved(got, want, bad)
     if output.kind is not Kind.INTEGERS:
         yield from _numbers(output, seen, right, values, bad)
@@ -125,4 +127,4 @@ def _numbers(
             yield "factor", f"each about {middle:.4g} times the one expected"
 
 
-__all__ = ["comparable", "describe"]
+__all__ = ["describe"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,8 +19,8 @@ FEW = 3
 UNITS = 6
 """Differing rows or tokens on which hypotheses are tried first, and a third as many others."""
 
-WHOLE_UNITS = 1
-"""The same of a whole layer, whose reference takes longer."""
+MANY = 1 << 15
+"""Outputs that they have together, about; of a whole layer, whose reference takes longer, one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +101,79 @@ class Scene:
         left = sum(int(m.sum()) for m in missed.values())
         if not left:
             return Fit(explained=explained, missed=0)
-        if explained < FEW:
+        if explained < FEW or self._constant(hit):
             return None
         where = apart(self.labels, hit, missed)
         return None if where is None else Fit(explained=explained, missed=left, where=where)
 
+    def _constant(self, hit: Mapping[str, Tensor]) -> bool:
+        """Whether all differing outputs are one value, which says nothing of where it is from."""
+        values = [torch.unique(self.bits(name)[0][mask]) for name, mask in hit.items()]
+        return all(value.numel() <= 1 for value in values)
+
+    def right(self, made: Outputs) -> int:
+        """Return how many differing outputs a hypothesis has right."""
+        count = 0
+        for name in self.differing:
+            got, _, bad = self.bits(name)
+            other = self.of_made(name, made)
+            count += 0 if other is None else int(((other == got) & bad).sum())
+        return count
+
+    def explains_some(self, made: Outputs) -> bool:
+        """Whether a hypothesis has some differing outputs right that are no constant."""
+        for name in self.differing:
+            got, _, bad = self.bits(name)
+            other = self.of_made(name, made)
+            if other is not None:
+                same = got[(other == got) & bad]
+                if same.numel() >= FEW and bool((same != same[0]).any()):
+                    return True
+        return False
+
+    def places(
+        self, made: Outputs, left: Mapping[str, Tensor]
+    ) -> Iterator[tuple[int, str, dict[str, Tensor]]]:
+        """Yield (outputs explained, where, masks) of places that a hypothesis explains wholly.
+
+        ``left`` are the differing outputs that nothing explains yet; a place is an expert, a k, a
+        token, a block of columns: there every output is as the hypothesis makes it.
+        """
+        equal = {}
+        for name in left:
+            other = self.of_made(name, made)
+            if other is None:
+                return
+            equal[name] = other == self.bits(name)[0]
+        for way in self.labels:
+            if not left.keys() <= way.along.keys() or way.texts:
+                continue
+            some = way.of(left) or set()
+            wrong = way.of({name: ~mask & self._live(name, mask) for name, mask in equal.items()})
+            chosen = some - (wrong or set())
+            if chosen and way.plain(chosen):
+                masks = {n: left[n] & way.where(n, chosen, left[n]) for n in left}
+                count = sum(int(mask.sum()) for mask in masks.values())
+                if count >= FEW:
+                    yield count, way.words(chosen), masks
+
+    def _live(self, name: str, like: Tensor) -> Tensor:
+        live = self.judged.live.get(name)
+        if live is None:
+            return torch.ones_like(like)
+        return live.view(-1, *[1] * (like.dim() - 1)).expand(like.shape)
+
     @cached_property
     def labels(self) -> list[Labels]:
         """The ways to say where outputs lie."""
-        return labels_of(self.judged)
+        return labels_of(self.judged, {name: self.bits(name)[0].shape for name in self.names})
 
     def part(self) -> Part | None:
         """Return a few units, most of them differing; None where there are few or none."""
         stage, case, inputs = self.judged.stage, self.judged.case, self.judged.inputs
         count = stage.units(inputs)
-        most = WHOLE_UNITS if stage.partial else UNITS
+        outputs = sum(tensor.numel() for tensor in self.judged.got.values())
+        most = 1 if stage.partial else max(1, min(UNITS, MANY * count // max(outputs, 1)))
         if count <= most + most // 3:
             return None
         device = next(iter(self.judged.got.values())).device
@@ -173,6 +231,6 @@ def apart(
     """Return the words that tell where something holds from where it does not; None for no such."""
     for way in labels:
         yes, no = way.of(hit), way.of(missed)
-        if yes is not None and no is not None and not yes & no:
+        if yes is not None and no is not None and not yes & no and way.plain(yes):
             return way.words(yes)
     return None

@@ -10,15 +10,25 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
 
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.diagnosis import pattern
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
-from moe_parity.harness.diagnosis.scene import Fit, Part, Scene
-from moe_parity.references.language import Case, Mistake, Recipe
+from moe_parity.harness.diagnosis.chains import Chain
+from moe_parity.harness.diagnosis.scene import Fit, Scene
+from moe_parity.references.language import Case, Mistake, Recipe, Stage
 from moe_parity.references.language.stage import Outputs
 from moe_parity.references.recipes import ALL
+from moe_parity.references.stages import LAYER
 
+PLACES = 12
+"""Hypotheses that are tried place by place, those that explain most."""
+AT_ONCE = 3
+"""Mistakes at once that are looked for."""
 SECONDS = 1.0
 """Pairs of decisions are tried where they take about as long, on the few rows."""
 
@@ -48,6 +58,13 @@ class Found:
     fit: Fit
 
 
+def by_recipe(stage: Stage[Any], case: Case, inputs: Any) -> Callable[[Recipe], Outputs]:
+    """Return the reference of a stage on given inputs; of a layer each step is computed once."""
+    if stage is LAYER:
+        return Chain(case, inputs).trace
+    return lambda recipe: stage.reference(case, inputs, recipe)
+
+
 class Search:
     """The hypotheses about one red check."""
 
@@ -56,16 +73,29 @@ class Search:
         self.scene = Scene(judged=judged, want=want)
         self.part = self.scene.part()
         self.apart: dict[str, list[Cause]] = {}
+        self.tried: list[tuple[Hypothesis, Outputs]] = []
+        """Hypotheses that explain something, with what they make on the few rows, or on all."""
 
     # --- hypotheses ------------------------------------------------------------------------------
 
     def of_recipe(self, changed: Recipe, kind: CauseKind, name: str, words: str) -> Hypothesis:
         """Return the hypothesis that a recipe was followed."""
-        stage, part = self.judged.stage, self.part
+        part = self.part
         return Hypothesis(
-            kind=kind, name=name, words=words, outputs=lambda: self.judged.against(changed),
-            few=None if part is None else lambda: stage.reference(part.case, part.inputs, changed),
+            kind=kind, name=name, words=words, outputs=lambda: self.whole(changed),
+            few=None if part is None else lambda: self.few(changed),
         )  # fmt: skip
+
+    @cached_property
+    def whole(self) -> Callable[[Recipe], Outputs]:
+        """Return what a recipe gives on all rows."""
+        return by_recipe(self.judged.stage, self.judged.case, self.judged.inputs)
+
+    @cached_property
+    def few(self) -> Callable[[Recipe], Outputs]:
+        """Return what a recipe gives on the few rows."""
+        assert self.part is not None
+        return by_recipe(self.judged.stage, self.part.case, self.part.inputs)
 
     def decisions(self, recipe: Recipe) -> Iterator[Hypothesis]:
         """Yield each decision of a recipe changed alone."""
@@ -120,13 +150,12 @@ class Search:
 
     def fitting(self, hypotheses: Iterable[Hypothesis]) -> list[Found]:
         """Return the hypotheses that explain every differing output, the plain ones first."""
-        passed = []
-        for hypothesis in hypotheses:
-            if self._passes(hypothesis):
-                passed.append(hypothesis)
+        passed = [hypothesis for hypothesis in hypotheses if self._passes(hypothesis)]
         found = []
         for hypothesis in passed:
             made = hypothesis.outputs()
+            if hypothesis.few is None or self.part is None:
+                self.tried.append((hypothesis, made))
             fit = self.scene.fit(made)
             if fit is not None:
                 found.append(Found(hypothesis=hypothesis, fit=fit))
@@ -138,6 +167,8 @@ class Search:
         if self.part is None or hypothesis.few is None:
             return True
         scene, made = self.part.scene, hypothesis.few()
+        if self.part.scene.explains_some(made):
+            self.tried.append((hypothesis, made))
         return any(scene.possible(made, [name]) for name in scene.differing)
 
     def _note_apart(self, hypothesis: Hypothesis, made: Outputs) -> None:
@@ -173,7 +204,7 @@ def diagnose(judged: Judged, recipes: tuple[Recipe, ...], recipe: Recipe, want: 
     if partial:
         least = min(f.fit.missed for f in partial)
         return _cause([f for f in partial if f.fit.missed == least])
-    return _each_output(search) or pattern.describe(search.scene)
+    return _each_output(search) or _each_place(search) or pattern.describe(search.scene)
 
 
 def _affordable(search: Search, bases: list[Recipe]) -> Iterable[Hypothesis]:
@@ -210,6 +241,45 @@ def _each_output(search: Search) -> Cause | None:
     )  # fmt: skip
 
 
+def _each_place(search: Search) -> Cause | None:
+    """Return one cause made of what explains each place; None where a place has no explanation.
+
+    Two mistakes at once: one for some experts, tokens or blocks of columns, one for others.
+    """
+    left = {name: search.scene.bits(name)[2].clone() for name in search.scene.differing}
+    chosen: list[Cause] = []
+    candidates = sorted(search.tried, key=lambda entry: -_promise(search, entry))[:PLACES]
+    whole = [(h, h.outputs() if h.few is not None and search.part else m) for h, m in candidates]
+    for _ in range(AT_ONCE):
+        best: tuple[int, Cause, dict[str, Tensor]] | None = None
+        for hypothesis, made in whole:
+            for count, where, masks in search.scene.places(made, left):
+                if best is None or count > best[0]:
+                    best = count, hypothesis.cause(where), masks
+        if best is None:
+            return None
+        _, cause, masks = best
+        chosen.append(cause)
+        for name, mask in masks.items():
+            left[name] &= ~mask
+        if not any(bool(mask.any()) for mask in left.values()):
+            break
+    else:
+        return None
+    return Cause(
+        kind=chosen[0].kind, name=" and ".join(dict.fromkeys(c.name for c in chosen)),
+        words=" and ".join(f"{c.words.rstrip(',')} {c.where}" for c in chosen),
+    )  # fmt: skip
+
+
+def _promise(search: Search, entry: tuple[Hypothesis, Outputs]) -> int:
+    """Return how many differing outputs a hypothesis has right, where it was tried."""
+    hypothesis, made = entry
+    few = hypothesis.few is not None and search.part is not None
+    scene = search.part.scene if few and search.part is not None else search.scene
+    return scene.right(made)
+
+
 # --- words --------------------------------------------------------------------------------------
 
 
@@ -231,4 +301,4 @@ def acting_parts(recipe: Recipe, acting: object) -> dict[str, object]:
     return {name: recipe.parts.get(name) for name in acting}
 
 
-__all__ = ["Case", "Part", "Search", "diagnose"]
+__all__ = ["Search", "diagnose"]

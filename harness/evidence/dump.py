@@ -94,11 +94,17 @@ def _own(path: Path, stage: Stage[Any], case: Case, tensors: Mapping[str, Tensor
             f"{path} holds {have}, and no output of {stage}, which are {', '.join(outputs)}."
         )
 
-    call = Call(case=case, stage=stage, inputs=inputs, allocate=_no_memory)
+    call = Call(case=case, stage=stage, inputs=inputs, allocate=_NoMemory())
     return Dump(stage=stage, case=case, inputs=inputs, outputs=canonical(str(path), call, returned))
 
 
-def _no_memory(
-    name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    raise ParityError(f"{name} is read from a file: nothing is allocated for it.")
+class _NoMemory:
+    """An allocator for outputs that exist already."""
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Refuse."""
+        raise ParityError(
+            f"no memory for {name}, {dtype} {shape} {strides}: it is read from a file."
+        )
