@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe_parity.reports import tables
-from moe_parity.reports.records import Checkout, Run, RunInfo, judge
+from moe_parity.reports import causes, tables
+from moe_parity.reports.records import Checkout, Run, RunInfo, count, judge
 
 LIMIT = 60 << 10
 """Bytes of a summary, at most."""
 
 _MARK = {"pass": "✓ Passed", "fail": "✗ Failed", "incomplete": "! Incomplete"}
 _FAILURES = 20
+_EACH = 3
+_ROWS = 20
 
 
 def _cell(text: str) -> str:
@@ -68,24 +70,59 @@ def _commit(of: RunInfo | Checkout, name: str) -> str:
 
 
 def _failures(run: Run) -> list[str]:
-    bad = tables.failures(run)
-    if not bad:
+    groups = causes.groups(run)
+    if not groups:
         return []
-    lines = [f"#### What did not pass ({len(bad):,})", ""]
-    for failure in bad[:_FAILURES]:
-        record = failure.record
-        lines.append(f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  ")
-        lines.append(f"  {_cell(record.message or 'no message')}")
-        if record.cause:
-            names = " or ".join(map(_code, (record.cause, *record.alternatives)))
-            lines.append(f"  Cause: {record.cause_kind} {names}")
-        if failure.also:
-            lines.append(f"  Also red: {_cell(', '.join(other.check for other in failure.also))}")
-        if record.repro:
-            lines.append(f"  Reproduce: {_code(record.repro)}")
-    if len(bad) > _FAILURES:
-        lines.append(f"- and {len(bad) - _FAILURES:,} more, in report.html")
-    return [*lines, ""]
+    tests = {failure.test for group in groups for failure in group.failures}
+    lines = [f"#### What did not pass ({len(tests):,})", "", *_causes(groups), ""]
+    shares = causes.share([len(group.failures) for group in groups], _FAILURES)
+    for group, share in list(zip(groups, shares, strict=True))[:_FAILURES]:
+        share = min(share, _EACH)
+        lines += [f"**{_names(group)}**: {group.kind_words}, {count(group.tests, 'test')}", ""]
+        for failure in group.failures[:share]:
+            lines += _failure(failure)
+        if len(group.failures) > share:
+            lines.append(f"- and {len(group.failures) - share:,} more, in report.html")
+        lines.append("")
+    return lines
+
+
+def _causes(groups: Sequence[causes.Group]) -> list[str]:
+    """Return the table of what went wrong, the most frequent first."""
+    rows = []
+    for group in groups[:_ROWS]:
+        wrong, of = group.differing
+        much = f"{wrong:,} of {of:,}" if of else ""
+        name = " or ".join((group.title, *group.alternatives))
+        checks = f"{group.checks:,}" if group.checks else ""
+        numbers = (f"{group.tests:,}", checks, much)
+        rows.append([name, group.kind_words, group.stages, group.kernels, *numbers])
+    headings = ["cause", "what it is", "stages", "kernels", "tests", "checks", "outputs differing"]
+    lines = _table(headings, 3, rows)
+    if len(groups) > _ROWS:
+        lines += ["", f"And {count(len(groups) - _ROWS, 'more cause')}, in report.html."]
+    return lines
+
+
+def _names(group: causes.Group) -> str:
+    names = (group.name, *group.alternatives)
+    return " or ".join(map(_code, names)) if group.known else group.title
+
+
+def _failure(failure: causes.Failure) -> list[str]:
+    record = failure.record
+    lines = [f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  "]
+    lines.append(f"  {_cell(record.message or 'no message')}")
+    if record.alternatives:
+        lines.append(f"  The same bits come of {', '.join(map(_code, record.alternatives))}")
+    if failure.same:
+        names = ", ".join(other.check for other in failure.same)
+        lines.append(f"  Also red for the same cause: {_cell(names)}")
+    if failure.others:
+        lines.append(f"  Also red: {_cell(', '.join(other.check for other in failure.others))}")
+    if record.repro:
+        lines.append(f"  Reproduce: {_code(record.repro)}")
+    return lines
 
 
 def _stages(run: Run) -> list[str]:
