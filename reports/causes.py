@@ -180,6 +180,12 @@ def _group(key: Key, every: Sequence[Failure]) -> Group:
     return Group(kind, name, tuple(every[number] for number in order), len(seen))
 
 
+def first_ones(every: Sequence[Group], most: int) -> list[Group]:
+    """Return the first of very many causes; what has none stays."""
+    known = [group for group in every if group.known]
+    return known[:most] + [group for group in every if not group.known]
+
+
 def listed(names: Iterable[str]) -> str:
     """Return names as a list, each once; of very many the first ones and how many more."""
     every = [name for name in dict.fromkeys(names) if name]

@@ -125,8 +125,7 @@ def _tolerances(run: Run) -> pd.DataFrame:
 
 def _context(run: Run) -> dict[str, Any]:
     groups = causes.groups(run)
-    # what has no cause is last, and stays
-    kept = [g for g in groups if g.known][:_CAUSES] + [g for g in groups if not g.known]
+    kept = causes.first_ones(groups, _CAUSES)
     shown = [record.could_show for record in run.checks if record.could_show is not None]
     tests = Counter(record.verdict for record in run.tests)
     return {

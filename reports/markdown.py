@@ -16,7 +16,7 @@ LIMIT = 60 << 10
 _MARK = {"pass": "✓ Passed", "fail": "✗ Failed", "incomplete": "! Incomplete"}
 _FAILURES = 20
 _EACH = 3
-_ROWS = 20
+_CAUSES = 20
 
 
 def _cell(text: str) -> str:
@@ -74,9 +74,13 @@ def _failures(run: Run) -> list[str]:
     if not groups:
         return []
     tests = {failure.test for group in groups for failure in group.failures}
-    lines = [f"#### What did not pass ({len(tests):,})", "", *_causes(groups), ""]
-    shares = causes.share([len(group.failures) for group in groups], _FAILURES)
-    for group, share in list(zip(groups, shares, strict=True))[:_FAILURES]:
+    kept = causes.first_ones(groups, _CAUSES)
+    lines = [f"#### What did not pass ({len(tests):,})", "", *_causes(kept)]
+    if len(groups) > len(kept):
+        lines += ["", f"And {count(len(groups) - len(kept), 'more cause')}, in report.html."]
+    lines.append("")
+    shares = causes.share([len(group.failures) for group in kept], _FAILURES)
+    for group, share in zip(kept, shares, strict=True):
         share = min(share, _EACH)
         lines += [f"**{_names(group)}**: {group.kind_words}, {count(group.tests, 'test')}", ""]
         for failure in group.failures[:share]:
@@ -90,7 +94,7 @@ def _failures(run: Run) -> list[str]:
 def _causes(groups: Sequence[causes.Group]) -> list[str]:
     """Return the table of what went wrong, the most frequent first."""
     rows = []
-    for group in groups[:_ROWS]:
+    for group in groups:
         wrong, of = group.differing
         much = f"{wrong:,} of {of:,}" if of else ""
         name = " or ".join((group.title, *group.alternatives))
@@ -98,10 +102,7 @@ def _causes(groups: Sequence[causes.Group]) -> list[str]:
         numbers = (f"{group.tests:,}", checks, much)
         rows.append([name, group.kind_words, group.stages, group.kernels, *numbers])
     headings = ["cause", "what it is", "stages", "kernels", "tests", "checks", "outputs differing"]
-    lines = _table(headings, 3, rows)
-    if len(groups) > _ROWS:
-        lines += ["", f"And {count(len(groups) - _ROWS, 'more cause')}, in report.html."]
-    return lines
+    return _table(headings, 3, rows)
 
 
 def _names(group: causes.Group) -> str:

@@ -138,7 +138,13 @@ def test_every_link_leads_to_its_cause(number: int, distinct: bool):
         heading = re.search(rf'<h3 id="{anchor}" class="cause">(.*?)</h3>', text)
         assert seen(link[1])
         assert seen(heading[1]).startswith(seen(link[1]))
-    assert ("460 more causes" in page.text) == (distinct and number == 500)
+    many = distinct and number == 500
+    assert ("460 more causes" in page.text) == many
+    summary = markdown.render(run_of(*records, broken("z", "torn")))
+    assert ("And 480 more causes, in report.html." in summary) == many
+    assert summary.count("\n**`m") == (min(number, 20) if distinct else min(number, 1))
+    assert "| no cause |" in summary
+    assert "`z:test`" in summary
 
 
 def test_of_hundreds_with_one_cause_a_few_stand_open_and_the_rest_is_counted():
@@ -187,7 +193,8 @@ def test_one_cause_is_told_once_in_a_test():
     assert "rerun, write_set, exact_fc2 (in fc2, 7 of 100 differ)" in Page(page).text
     assert "not finite at row 3" in page
     (group,) = causes.groups(run_of(*records))
-    assert (group.tests, group.checks) == (1, 5)
+    assert (group.tests, group.checks, group.stages) == (1, 5, "fc1, fc2")
+    assert "  Also red: finite" in summary.splitlines()
 
 
 def test_two_causes_in_a_test_are_two_failures():
