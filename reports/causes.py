@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_parity.reports.records import ITEM_CHECK, Record, Run
+from moe_parity.reports.records import ITEM_CHECK, Record, Run, count
 
 KINDS: Mapping[str, str] = {
     "decision": "another decision",
@@ -129,6 +129,12 @@ class Group:
         """The names of what explains every one of the failures as well."""
         first, *others = (f.record.alternatives for f in self.failures)
         return tuple(n for n in first if n != self.name and all(n in names for names in others))
+
+    @property
+    def beyond(self) -> str:
+        """How many alternatives are not said with the name, which has the first two; in words."""
+        more = len(self.alternatives) - 2
+        return f" or one of {count(more, 'other')}" if more > 0 else ""
 
     @property
     def tests(self) -> int:

@@ -97,7 +97,7 @@ def _causes(groups: Sequence[causes.Group]) -> list[str]:
     for group in groups:
         wrong, of = group.differing
         much = f"{wrong:,} of {of:,}" if of else ""
-        name = " or ".join((group.title, *group.alternatives))
+        name = " or ".join((group.title, *group.alternatives[:2])) + group.beyond
         checks = f"{group.checks:,}" if group.checks else ""
         numbers = (f"{group.tests:,}", checks, much)
         rows.append([name, group.kind_words, group.stages, group.kernels, *numbers])
@@ -106,8 +106,8 @@ def _causes(groups: Sequence[causes.Group]) -> list[str]:
 
 
 def _names(group: causes.Group) -> str:
-    names = (group.name, *group.alternatives)
-    return " or ".join(map(_code, names)) if group.known else group.title
+    names = " or ".join(map(_code, (group.name, *group.alternatives[:2])))
+    return names + group.beyond if group.known else group.title
 
 
 def _failure(failure: causes.Failure) -> list[str]:

@@ -244,6 +244,12 @@ def test_alternatives_are_shown_and_those_of_all_failures_with_the_cause():
     assert f"| {common} | another decision |" in summary
     assert "**`quant.apply=divide` or `quant.scale=up`**" in summary
     assert "The same bits come of `quant.apply=mul`, `quant.scale=up`" in summary
+    many = run_of(red("a", DIVIDE, alternatives=("p", "q", "r", "s")))
+    assert titles(html.render(many))[0].startswith(
+        "quant.apply=divide or p or q or one of 2 others"
+    )
+    assert "| quant.apply=divide or p or q or one of 2 others |" in markdown.render(many)
+    assert "`q` or one of 2 others**" in markdown.render(many)
     apart = run_of(red("a", DIVIDE, alternatives=both), red("b", DIVIDE))
     assert titles(html.render(apart)) == ["quant.apply=divide another decision 2 tests"]
 
