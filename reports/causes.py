@@ -38,6 +38,11 @@ def cause_of(record: Record) -> Key | None:
     return (record.cause_kind, record.cause) if record.cause_kind and record.cause else None
 
 
+def explaining(record: Record) -> tuple[str, ...]:
+    """Return the names of all that explains a record, its cause first."""
+    return tuple(dict.fromkeys((record.cause, *record.alternatives)))
+
+
 @dataclass(frozen=True)
 class Failure:
     """What one cause made red in one test, or what is red there without a cause."""
@@ -127,7 +132,7 @@ class Group:
     @property
     def alternatives(self) -> tuple[str, ...]:
         """The names of what explains every one of the failures as well."""
-        first, *others = (f.record.alternatives for f in self.failures)
+        first, *others = (explaining(f.record) for f in self.failures)
         return tuple(n for n in first if n != self.name and all(n in names for names in others))
 
     @property
@@ -166,12 +171,43 @@ class Group:
 
 
 def groups(run: Run) -> list[Group]:
-    """Return the causes, the one with most tests first; what has none comes last."""
+    """Return the causes, the one with most tests first; what has none comes last.
+
+    One fault may be `a` or `b` by one test and `b` alone by another. In one stage of one kernel it
+    is the cause that explains most.
+    """
     found: dict[Key, list[Failure]] = {}
-    for failure in failures(run):
-        found.setdefault(cause_of(failure.record) or ("", ""), []).append(failure)
+    every = failures(run)
+    causes = _settled(every)
+    for number, failure in enumerate(every):
+        found.setdefault(causes.get(number, ("", "")), []).append(failure)
     made = [_group(key, every) for key, every in found.items()]
     return sorted(made, key=lambda group: (not group.known, -group.tests))
+
+
+def _settled(every: Sequence[Failure]) -> dict[int, Key]:
+    """Return the cause of each failure that has one, by its number."""
+    places: dict[Key, dict[int, Key]] = {}
+    for number, failure in enumerate(every):
+        cause = cause_of(failure.record)
+        if cause is not None:
+            place = (failure.record.kernel, failure.record.stage)
+            places.setdefault(place, {})[number] = cause
+    settled = {}
+    for left in places.values():
+        known = {name: (kind, name) for kind, name in left.values()}
+        while left:
+            names = {number: explaining(every[number].record) for number in left}
+            counts = Counter(name for found in names.values() for name in found if name in known)
+            most = max(known, key=lambda name: counts[name])
+            if counts[most] == 1:  # nothing is explained together any more
+                settled |= left
+                break
+            for number, found in names.items():
+                if most in found:
+                    settled[number] = known[most]
+                    del left[number]
+    return settled
 
 
 def _group(key: Key, every: Sequence[Failure]) -> Group:

@@ -254,6 +254,24 @@ def test_alternatives_are_shown_and_those_of_all_failures_with_the_cause():
     assert titles(html.render(apart)) == ["quant.apply=divide another decision 2 tests"]
 
 
+def test_what_one_cause_explains_is_one_row():
+    """`k_tail or zeros` by two tests and `zeros` by a third: one fault, and it is `zeros`."""
+    zeros = ("mistake", "zeros")
+    either = [red(test, TAIL, alternatives=("zeros", "tile")) for test in ("a", "b")]
+    elsewhere = red("d", TAIL, alternatives=("zeros",), kernel="other")
+    run = run_of(*either, red("c", zeros), elsewhere)
+    assert [(g.kind, g.name, [f.test for f in g.failures]) for g in causes.groups(run)] == [
+        (*zeros, ["a", "b", "c"]),
+        (*TAIL, ["d"]),
+    ]
+    assert [group.alternatives for group in causes.groups(run)] == [(), ("zeros",)]
+    alone = run_of(*either, red("c", TAIL), red("e", zeros))
+    assert [(g.name, g.tests) for g in causes.groups(alone)] == [("k_tail", 3), ("zeros", 1)]
+    crossed = run_of(either[0], red("c", zeros, alternatives=("tile", "k_tail")))
+    (group,) = causes.groups(crossed)
+    assert (group.name, group.alternatives) == ("k_tail", ("zeros", "tile"))
+
+
 def test_a_call_that_raised_differs_in_no_output():
     run = run_of(red("a", ("call", "RuntimeError"), differing=1, compared=0))
     (line,) = (x for x in markdown.render(run).splitlines() if x.startswith("| RuntimeError"))
