@@ -193,7 +193,7 @@ def _settled(every: Sequence[Failure]) -> dict[int, Key]:
         if cause is not None:
             place = (failure.record.kernel, failure.record.stage)
             places.setdefault(place, {})[number] = cause
-    settled = {}
+    settled: dict[int, Key] = {}
     for left in places.values():
         known = {name: (kind, name) for kind, name in left.values()}
         while left:
