@@ -17,16 +17,20 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moe_parity.reports import tables
-from moe_parity.reports.records import Run, judge, to_line
+from moe_parity.reports import causes, tables
+from moe_parity.reports.records import Record, Run, judge, to_line
 
 LIMIT = 1 << 20
 """Bytes of a report, at most."""
 
 _RAW_LIMIT = 200 << 10
 _ROWS = 2000
-_FAILURES = 40
+_CAUSES = 40
+_FAILURES = 60
+_OPEN = 3
+"""Failures of a cause that stand open: the first of this many stages of kernels that have it."""
 _TEXT = 1500
+_ALSO = 500
 
 HEADINGS = {
     "code_flips": "code flips",
@@ -69,7 +73,7 @@ def _raw(run: Run) -> str | None:
     return f"data:application/gzip;base64,{packed}" if len(packed) <= _RAW_LIMIT else None
 
 
-def _failure(failure: tables.Failure) -> dict[str, Any]:
+def _failure(failure: causes.Failure) -> dict[str, Any]:
     record = failure.record
     what = (*tables.TEXTS, "contract")
     facts = [(name, getattr(record, name)) for name in what]
@@ -80,12 +84,48 @@ def _failure(failure: tables.Failure) -> dict[str, Any]:
         "name": record.id.removesuffix(":test").rstrip(":"),
         "facts": [(name, value) for name, value in facts if value],
         "message": (record.message or "no message")[:_TEXT],
-        "also": [(r.check, (r.message or "no message")[:_TEXT]) for r in failure.also],
+        "same": [(r.check, _beside(r, record)) for r in failure.same],
+        "also": [(r.check, (r.message or "no message")[:_ALSO]) for r in failure.others],
     }
 
 
+def _beside(record: Record, first: Record) -> str:
+    """Return what a check adds to the first one of the same cause: another stage, and how much."""
+    if record.stage == first.stage:
+        return ""
+    much = f", {record.differing:,} of {record.compared:,} differ" if record.compared else ""
+    return f"in {record.stage}{much}"
+
+
+def _groups(groups: list[causes.Group]) -> list[dict[str, Any]]:
+    """Return what the template says of each cause, with as many failures as the page has room."""
+    shares = causes.share([len(group.failures) for group in groups], _FAILURES)
+    told = []
+    for number, (group, share) in enumerate(zip(groups, shares, strict=True), start=1):
+        cards = [_failure(failure) for failure in group.failures[:share]]
+        # what has no cause in common is not told by one example
+        opened = min(group.places, _OPEN) if group.known else _OPEN
+        told.append(
+            {
+                "group": group,
+                "anchor": f"cause-{number}",
+                "open": cards[:opened],
+                "folded": cards[opened:],
+                "more": len(group.failures) - share,
+            }
+        )
+    return told
+
+
+def _tolerances(run: Run) -> pd.DataFrame:
+    frame = tables.tolerances(run)
+    # without its kind it is what the check was about
+    return frame.assign(cause=frame["cause"].where(frame["cause_kind"] != "", ""))
+
+
 def _context(run: Run) -> dict[str, Any]:
-    failures = tables.failures(run)
+    groups = causes.groups(run)
+    kept = causes.first_ones(groups, _CAUSES)
     shown = [record.could_show for record in run.checks if record.could_show is not None]
     tests = Counter(record.verdict for record in run.tests)
     return {
@@ -103,11 +143,11 @@ def _context(run: Run) -> dict[str, Any]:
             "could have been red": sum(shown) if shown else None,
             "seconds": run.end.seconds if run.end else None,
         },
-        "failures": [_failure(record) for record in failures[:_FAILURES]],
-        "more_failures": max(0, len(failures) - _FAILURES),
+        "groups": _groups(kept),
+        "more_causes": len(groups) - len(kept),
         "stages": _table(tables.by_stage(run), _STAGE_TEXTS, _STAGE_NUMBERS, *_NEAREST),
         "tolerances": _table(
-            tables.tolerances(run), (*tables.TEXTS, "check", "bound"), _NUMBERS, *_NEAREST
+            _tolerances(run), (*tables.TEXTS, "check", "bound"), _NUMBERS, *_NEAREST, "cause"
         ),
         "coverage": tables.coverage(run),
         "not_tested": [

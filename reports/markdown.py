@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe_parity.reports import tables
-from moe_parity.reports.records import Checkout, Run, RunInfo, judge
+from moe_parity.reports import causes, tables
+from moe_parity.reports.records import Checkout, Run, RunInfo, count, judge
 
 LIMIT = 60 << 10
 """Bytes of a summary, at most."""
 
 _MARK = {"pass": "✓ Passed", "fail": "✗ Failed", "incomplete": "! Incomplete"}
 _FAILURES = 20
+_EACH = 3
+_CAUSES = 20
 
 
 def _cell(text: str) -> str:
@@ -68,24 +70,60 @@ def _commit(of: RunInfo | Checkout, name: str) -> str:
 
 
 def _failures(run: Run) -> list[str]:
-    bad = tables.failures(run)
-    if not bad:
+    groups = causes.groups(run)
+    if not groups:
         return []
-    lines = [f"#### What did not pass ({len(bad):,})", ""]
-    for failure in bad[:_FAILURES]:
-        record = failure.record
-        lines.append(f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  ")
-        lines.append(f"  {_cell(record.message or 'no message')}")
-        if record.cause:
-            names = " or ".join(map(_code, (record.cause, *record.alternatives)))
-            lines.append(f"  Cause: {record.cause_kind} {names}")
-        if failure.also:
-            lines.append(f"  Also red: {_cell(', '.join(other.check for other in failure.also))}")
-        if record.repro:
-            lines.append(f"  Reproduce: {_code(record.repro)}")
-    if len(bad) > _FAILURES:
-        lines.append(f"- and {len(bad) - _FAILURES:,} more, in report.html")
-    return [*lines, ""]
+    tests = {failure.test for group in groups for failure in group.failures}
+    kept = causes.first_ones(groups, _CAUSES)
+    lines = [f"#### What did not pass ({len(tests):,})", "", *_causes(kept)]
+    if len(groups) > len(kept):
+        lines += ["", f"And {count(len(groups) - len(kept), 'more cause')}, in report.html."]
+    lines.append("")
+    shares = causes.share([len(group.failures) for group in kept], _FAILURES)
+    for group, share in zip(kept, shares, strict=True):
+        share = min(share, _EACH)
+        lines += [f"**{_names(group)}**: {group.kind_words}, {count(group.tests, 'test')}", ""]
+        for failure in group.failures[:share]:
+            lines += _failure(failure)
+        if len(group.failures) > share:
+            lines.append(f"- and {len(group.failures) - share:,} more, in report.html")
+        lines.append("")
+    return lines
+
+
+def _causes(groups: Sequence[causes.Group]) -> list[str]:
+    """Return the table of what went wrong, the most frequent first."""
+    rows = []
+    for group in groups:
+        wrong, of = group.differing
+        much = f"{wrong:,} of {of:,}" if of else ""
+        name = " or ".join((group.title, *group.alternatives[:2])) + group.beyond
+        checks = f"{group.checks:,}" if group.checks else ""
+        numbers = (f"{group.tests:,}", checks, much)
+        rows.append([name, group.kind_words, group.stages, group.kernels, *numbers])
+    headings = ["cause", "what it is", "stages", "kernels", "tests", "checks", "outputs differing"]
+    return _table(headings, 3, rows)
+
+
+def _names(group: causes.Group) -> str:
+    names = " or ".join(map(_code, (group.name, *group.alternatives[:2])))
+    return names + group.beyond if group.known else group.title
+
+
+def _failure(failure: causes.Failure) -> list[str]:
+    record = failure.record
+    lines = [f"- {tables.SYMBOL[record.verdict]} {_code(record.id)}  "]
+    lines.append(f"  {_cell(record.message or 'no message')}")
+    if record.alternatives:
+        lines.append(f"  The same bits come of {', '.join(map(_code, record.alternatives))}")
+    if failure.same:
+        names = ", ".join(other.check for other in failure.same)
+        lines.append(f"  Also red for the same cause: {_cell(names)}")
+    if failure.others:
+        lines.append(f"  Also red: {_cell(', '.join(other.check for other in failure.others))}")
+    if record.repro:
+        lines.append(f"  Reproduce: {_code(record.repro)}")
+    return lines
 
 
 def _stages(run: Run) -> list[str]:

@@ -38,6 +38,11 @@ class Record:
     that tell the nearest mutant from the recipe. `why` is the kind of a skip's `reason`, `mid` the
     scale format of a second quantization, `contract` what the kernel promises. None means not
     measured.
+
+    `cause_kind`, `cause` and `alternatives` say why a check is red: what sort of thing it was, its
+    name (`quant.apply=divide`, `k_tail`, `unwritten`), and the names of what explains the same bits
+    as well. Reports group by the first two. A `cause` without a kind is no reason but what the
+    check was about, for instance the mutant that it killed.
     """
 
     id: str
@@ -243,6 +248,8 @@ def _coerce(value: Any, hint: Any) -> object:
 
 _RENAMED = {"decision": "cause"}
 """Fields of before -> their names now: a file that a former version wrote is read all the same."""
+_IMPLIED = {"decision": {"cause_kind": "decision"}}
+"""Fields of before -> what they said without a field of its own."""
 _HINTS: Mapping[type, Mapping[str, Any]] = {
     line: typing.get_type_hints(line) for line in (Record, RunInfo, RunEnd, Checkout)
 }
@@ -254,6 +261,7 @@ def from_json(line: type[_Line], data: Mapping[str, Any], where: str) -> _Line:
     for name, value in data.items():
         if name == "kind":
             continue
+        values |= _IMPLIED.get(name, {})
         name = _RENAMED.get(name, name)
         if name not in _HINTS[line]:
             raise ParityError(f"{where} has an unknown field {name!r}: not written by moe-parity.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from moe_parity.reports.records import ITEM_CHECK, SEVERITY, Record, Run
+from moe_parity.reports.records import ITEM_CHECK, SEVERITY, Run
 
 SYMBOL: Mapping[str, str] = {"pass": "✓", "fail": "✗", "error": "!", "skip": "–"}
 """A verdict is never told by colour alone."""
@@ -29,6 +29,8 @@ COLUMNS = (
     "rel_err_f64",
     "verdict",
     "mid",
+    "cause_kind",
+    "cause",
 )
 """The columns of tolerances.csv, in order; a new one goes to the end."""
 
@@ -104,33 +106,6 @@ def by_stage(run: Run) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows, columns=list(STAGE_COLUMNS))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What did not pass in one test: the record that says why, and the checks that are red too."""
-
-    record: Record
-    also: tuple[Record, ...]
-
-
-def failures(run: Run) -> list[Failure]:
-    """Return what did not pass, test by test.
-
-    A test's own record speaks only where none of its checks says why, or where the test itself
-    broke.
-    """
-    bad: dict[str, list[Record]] = {}
-    for record in run.records:
-        if record.verdict in ("fail", "error"):
-            bad.setdefault(record.nodeid or record.id, []).append(record)
-    found = []
-    for records in bad.values():
-        checks = [r for r in records if r.check != ITEM_CHECK]
-        broken = [r for r in records if r.check == ITEM_CHECK and r.verdict == "error"]
-        first, *others = [*broken, *checks] or records
-        found.append(Failure(first, tuple(others)))
-    return found
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,7 @@ def found(check: str, fault: str, **fields: Any) -> Verdict:
 
 
 def caused(verdict: Verdict, cause: Cause) -> Verdict:
-    """Return a verdict with its cause as data."""
-    name = f"{cause.name} {cause.where}" if cause.where else cause.name
+    """Return a verdict with its cause as data; where it acts is in the message, not in its name."""
     return dataclasses.replace(
-        verdict, cause_kind=cause.kind.value, cause=name, alternatives=cause.others
+        verdict, cause_kind=cause.kind.value, cause=cause.name, alternatives=cause.others
     )

@@ -45,10 +45,10 @@ class Cause:
     """Where it acts, if not everywhere: ``for expert 3``."""
 
     def among(self, others: tuple[Cause, ...]) -> Cause:
-        """Return the cause with others that explain the same bits."""
+        """Return the cause with others that explain the same bits; none has its own name."""
         return dataclasses.replace(
             self,
-            others=tuple(dict.fromkeys(c.name for c in others)),
+            others=tuple(dict.fromkeys(c.name for c in others if c.name != self.name)),
             others_words=tuple(dict.fromkeys(c.words for c in others)),
         )
 
