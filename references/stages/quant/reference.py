@@ -110,18 +110,23 @@ def weight_quant(
 
 
 def tiles_of(w: Tensor, block: int = BLOCK) -> Tensor:
-    """Return the tiles of a weight [N, K], zeros past its edges, as [tiles, block * block]."""
+    """Return the tiles of a weight [N, K], zeros past its edges, as [tiles, block * block].
+
+    Of a weight with fewer rows than a tile they are [tiles, rows * block + 1]: one zero stands for
+    all of what is missing.
+    """
     rows, columns = w.shape
-    down, across = -(-rows // block), -(-columns // block)
-    padded = torch.nn.functional.pad(w, (0, across * block - columns, 0, down * block - rows))
-    return padded.view(down, block, across, block).transpose(1, 2).reshape(-1, block * block)
+    down, across, high = -(-rows // block), -(-columns // block), min(max(rows, 1), block)
+    padded = torch.nn.functional.pad(w, (0, across * block - columns, 0, down * high - rows))
+    tiles = padded.view(down, high, across, block).transpose(1, 2).reshape(-1, high * block)
+    return torch.nn.functional.pad(tiles, (0, int(high < block)))
 
 
 def untiled(codes: Tensor, rows: int, columns: int, block: int = BLOCK) -> Tensor:
     """Return codes [rows, columns] of the codes of its tiles."""
-    down, across = -(-rows // block), -(-columns // block)
-    wide = codes.view(down, across, block, block).transpose(1, 2)
-    return wide.reshape(down * block, across * block)[:rows, :columns].contiguous()
+    down, across, high = -(-rows // block), -(-columns // block), min(max(rows, 1), block)
+    wide = codes[:, : high * block].reshape(down, across, high, block).transpose(1, 2)
+    return wide.reshape(down * high, across * block)[:rows, :columns].contiguous()
 
 
 def requantize_weight(
