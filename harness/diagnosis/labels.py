@@ -41,6 +41,8 @@ class Labels:
                 return None
             dim, labels = self.along[name]
             there = mask.any(1 - dim) if mask.dim() > 1 else mask
+            if there.numel() > labels.numel():  # a list that is too short: what it lacks has none
+                return None
             found |= set(labels[there.to(labels.device)].tolist())
         return found
 
