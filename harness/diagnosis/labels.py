@@ -30,6 +30,8 @@ class Labels:
     """For several: ``for experts {}``."""
     along: Mapping[str, tuple[int, Tensor]]
     """Output -> dimension, and the label of each index along it, int64."""
+    names: tuple[str, ...] = ()
+    """What each label is called, where it is more than its number."""
 
     def of(self, masks: Mapping[str, Tensor]) -> set[int] | None:
         """Return the labels of what is marked; None where an output that is marked has none."""
@@ -48,6 +50,8 @@ class Labels:
 
     def words(self, chosen: set[int]) -> str:
         """Return where they are, in words."""
+        if self.names:
+            return " and ".join(self.names[label] for label in sorted(chosen))
         return (self.one if len(chosen) == 1 else self.many).format(numbers(chosen))
 
 
@@ -108,10 +112,11 @@ def _halves(along: Along, words: str) -> Iterator[Labels]:
     for size in (2, 4, 8, 16, 32, 64, 128):
         half = size // 2
         halves = {n: (d, index % size // half) for n, (d, index) in along.items()}
-        for first in (0, 1):
-            span = f"{first * half} to {first * half + half - 1}" if half > 1 else f"{first}"
-            own = {n: (d, (index == first).long()) for n, (d, index) in halves.items()}
-            yield Labels(one=f"in {words.format(span, size)}", many="", along=own)
+        spans = (
+            f"{first} to {first + half - 1}" if half > 1 else f"{first}" for first in (0, half)
+        )
+        names = tuple(f"in {words.format(span, size)}" for span in spans)
+        yield Labels(one="", many="", along=halves, names=names)
 
 
 def _columns(judged: Judged) -> Iterator[Labels]:
