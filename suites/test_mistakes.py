@@ -38,6 +38,8 @@ def planted(setting: Setting, key: Key, made, recorder: Recorder) -> None:
         fault = f"{setting.stage}: {words} on {setting.case.id} is not red."
     elif name not in verdict.causes or verdict.cause_kind == CauseKind.PATTERN:
         fault = f"{setting.stage}: {words} on {setting.case.id} is called: {verdict.message}"
+    elif ",," in verdict.message or ", ," in verdict.message:
+        fault = f"{setting.stage}: two commas in: {verdict.message}"
     claim(
         recorder, "mistake_named", fault, stage=setting.stage.name, recipe=setting.recipe.name,
         device="reference", compared=sum(t.numel() for t in setting.right.values()),
