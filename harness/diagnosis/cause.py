@@ -58,7 +58,9 @@ class Cause:
         own = self.words + (f" {self.where}" if self.where else "")
         more = len(self.others_words) - SAID
         tail = (f"{more} more",) if more > 0 else ()
-        return ", or ".join((own, *self.others_words[:SAID], *tail))
+        said = (own, *self.others_words[:SAID], *tail)
+        # words that end in a clause end with a comma of their own
+        return ", or ".join((*(words.rstrip(",") for words in said[:-1]), said[-1]))
 
 
 def opened(text: str) -> str:

@@ -15,6 +15,8 @@ NaN makes its own row or column ``0x7fffffff``; an infinite c stays infinite.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -118,9 +120,17 @@ def mark_nan(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def value_and_exponent(code: Tensor) -> tuple[Tensor, Tensor]:
     """Decode codes for the fast forms: value (fp32, NaN as 0) and exponent (int32)."""
+    index = code.flatten().int()
+    value, exponent = (table.index_select(0, index).view(code.shape) for table in _of(code.device))
+    return value, exponent
+
+
+@lru_cache(maxsize=8)
+def _of(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Decode all 256 codes: many small products decode the same ones again and again."""
+    code = torch.arange(256, device=device).to(torch.uint8)
     value = E4M3.decode(code)
-    value = torch.where(torch.isnan(value), torch.zeros_like(value), value)
-    return value.contiguous(), operand(code)[1].to(torch.int32).contiguous()
+    return value.masked_fill(torch.isnan(value), 0.0), operand(code)[1].to(torch.int32)
 
 
 def _checked(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

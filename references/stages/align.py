@@ -17,6 +17,7 @@ from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Stage
 from moe_parity.references.stages.gemm.stage import operand
 from moe_parity.references.stages.mistakes import placing
+from moe_parity.references.stages.mistakes.placing_told import align_told
 from moe_parity.references.stages.owned import CODES, IDS, Own
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert, place
 
@@ -132,7 +133,7 @@ class Align(Stage[RoutedRows]):
 
     def told(self, case: Case, inputs: RoutedRows, got: Outputs) -> str:
         """Return which block, expert or pair is wrong."""
-        return placing.align_told(inputs, got)
+        return align_told(inputs, got)
 
     def sealed(self, inputs: RoutedRows) -> list[Tensor]:
         """Return rows and routing."""

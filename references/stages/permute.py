@@ -17,6 +17,7 @@ from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, S
 from moe_parity.references.stages.align import Align, RoutedRows
 from moe_parity.references.stages.hazards import embed
 from moe_parity.references.stages.mistakes import placing
+from moe_parity.references.stages.mistakes.placing_told import permute_told
 from moe_parity.references.stages.quant.stage import code_output, scale_output
 from moe_parity.references.stages.routing import pairs_of
 
@@ -74,7 +75,7 @@ class Permute(Align):
 
     def told(self, case: Case, inputs: RoutedRows, got: Outputs) -> str:
         """Return whose row holds what it should not."""
-        return placing.permute_told(inputs, got, self.reference(case, inputs, NOTHING))
+        return permute_told(inputs, got, self.reference(case, inputs, NOTHING))
 
     def units(self, inputs: RoutedRows) -> int:
         """Count tokens."""

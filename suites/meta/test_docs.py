@@ -27,6 +27,8 @@ from moe_parity.harness.cli.listing import decisions_markdown
 from moe_parity.references.language import Case, Values, case, decisions, parse_id
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import STAGES
+from moe_parity.references.stages.mistakes.layer import CARRIED
+from moe_parity.suites.mistaken import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -83,6 +85,22 @@ def stage_table() -> str:
         words = ", ".join(word for word in vars(Case()) if word in stage.reads)
         rows.append((f"`{name}`", given, returned, words))
     return table("stage|`call.inputs`|outputs, in order|words of a case", rows)
+
+
+def mistake_table() -> str:
+    """List the catalogue by name: its words, the stages that have them, the layer's share."""
+    found: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
+    for stage, own in settings().items():
+        for setting in own if stage != "layer" else ():
+            for name, words, _ in setting.mistakes:
+                found[name][words.rstrip(",")][stage] = None
+    rows = []
+    for name, phrases in sorted(found.items()):
+        for stages in dict.fromkeys(tuple(s) for s in phrases.values()):
+            words = "; ".join(w for w, own in phrases.items() if tuple(own) == stages)
+            carried = ", ".join(s for s in stages if name in CARRIED.get(s, ()))
+            rows.append((f"`{name}`", words, ", ".join(stages), carried))
+    return table("name|words|stages|carried on to a layer from", rows)
 
 
 def word_table() -> str:
@@ -162,6 +180,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "recipes": recipe_table,
     "decisions": decision_tables,
     "words": word_table,
+    "mistakes": mistake_table,
     "kernel_measurements": kernel_measurements,
     "model_measurements": model_measurements,
     "check_measurements": check_measurements,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from moe_parity.references.language.mistake import Mistake
 Outputs = Mapping[str, Tensor]
 Make = Callable[[], Outputs]
 Change = Callable[[Tensor], Tensor]
+Index = Tensor | slice | tuple[Tensor | slice | EllipsisType, ...]
 
 
 def changed(make: Make, change: Change, *names: str) -> Make:
@@ -28,7 +31,7 @@ def changed(make: Make, change: Change, *names: str) -> Make:
     return lambda: {n: change(t) if not names or n in names else t for n, t in make().items()}
 
 
-def without(tensor: Tensor, index: object) -> Tensor:
+def without(tensor: Tensor, index: Index) -> Tensor:
     """Return a copy with zeros at an index."""
     made = tensor.clone()
     made[index] = 0
@@ -37,41 +40,48 @@ def without(tensor: Tensor, index: object) -> Tensor:
 
 def lost(make: Make) -> Iterator[Mistake]:
     """Yield the first and last rows and columns left at zero, and rows one off."""
-    ends = (("last", slice(-1, None)), ("first", slice(0, 1)))
-    for side, cut in ends:
+    for side, cut in (("last", slice(-1, None)), ("first", slice(0, 1))):
         yield Mistake(
             name=f"{side}_row_lost", words=f"the {side} row left at zero", local=False,
-            outputs=changed(make, lambda t, cut=cut: without(t, cut)),  # type: ignore[misc]
+            outputs=changed(make, partial(without, index=cut)),
         )  # fmt: skip
         yield Mistake(
             name=f"{side}_column_lost", words=f"the {side} column left at zero",
-            outputs=changed(make, lambda t, cut=cut: _columns(t, cut)),  # type: ignore[misc]
+            outputs=changed(make, partial(_without_columns, cut=cut)),
         )  # fmt: skip
-    block = slice(-BLOCK, None)
     yield Mistake(
         name="last_block_lost", words="the last block of 128 columns left at zero",
-        outputs=changed(make, lambda t: _columns(t, block if t.shape[-1] > BLOCK else slice(0, 0))),
+        outputs=changed(make, _without_last_block),
     )  # fmt: skip
     for step, side in ((1, "before"), (-1, "after")):
         yield Mistake(
             name="row_of_neighbour", words=f"the row {side} in a row's place", local=False,
-            outputs=changed(make, lambda t, step=step: t.roll(step, 0)),  # type: ignore[misc]
+            outputs=changed(make, partial(torch.roll, shifts=step, dims=0)),
         )  # fmt: skip
 
 
-def _columns(tensor: Tensor, cut: slice) -> Tensor:
+def _without_columns(tensor: Tensor, cut: slice) -> Tensor:
     return without(tensor, (..., cut)) if tensor.dim() > 1 else tensor
+
+
+def _without_last_block(tensor: Tensor) -> Tensor:
+    wide = tensor.shape[-1] > BLOCK
+    return _without_columns(tensor, slice(-BLOCK, None) if wide else slice(0, 0))
 
 
 def rounded(exact: Callable[[], Tensor], give: Callable[[Tensor], Outputs]) -> Iterator[Mistake]:
     """Yield other ways of rounding fp32 results to BF16."""
+
+    def by(way: Change) -> Make:
+        return lambda: give(way(exact()))
+
     ways: tuple[tuple[str, str, Change], ...] = (
         ("truncated", "results cut to BF16, not rounded,", truncate_bf16),
         ("ties_away", "ties rounded away from zero, not to even,", ties_away_bf16),
         ("through_fp16", "results rounded to FP16 before BF16", through_f16),
     )
     for name, words, way in ways:
-        yield Mistake(name=name, words=words, outputs=lambda way=way: give(way(exact())))  # type: ignore[misc]
+        yield Mistake(name=name, words=words, outputs=by(way))
 
 
 def truncate_bf16(x: Tensor) -> Tensor:

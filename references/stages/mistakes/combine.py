@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from moe_parity.references.arithmetic.rounding import add_rn, fma_rn, mul_rn
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.stages.mistakes import routing
 from moe_parity.references.stages.mistakes.anywhere import (
-    Outputs,
+    Change,
+    Make,
     contiguous_reading,
     lost,
     round_f16,
@@ -24,7 +26,6 @@ from moe_parity.references.stages.mistakes.anywhere import (
 if TYPE_CHECKING:
     from moe_parity.references.stages.combine import ExpertRows
 
-Rounding = Callable[[Tensor], Tensor]
 FACTORS = (2.0, 0.5, 2.5, 1.5, 0.25, 4.0, 8.0, 0.125)
 """What a sum may be multiplied by once too often: routed_scaling_factor, 1 / k."""
 
@@ -39,12 +40,12 @@ class Sum:
     ascending: bool
     fused: bool
     reference: Callable[[ExpertRows], Tensor]
-    cast: Callable[[Tensor], Tensor]
+    cast: Change
     """fp32 -> the output's type."""
 
-    def of(self, **changes: object) -> Callable[[], Outputs]:
-        """Return the sums of other inputs."""
-        return lambda: {"out": self.reference(dataclasses.replace(self.inputs, **changes))}  # type: ignore[arg-type]
+    def of(self, **changes: Any) -> Make:
+        """Return what gives the sums of other inputs."""
+        return lambda: {"out": self.reference(dataclasses.replace(self.inputs, **changes))}
 
     def total(
         self,
@@ -52,8 +53,8 @@ class Sum:
         order: list[int] | None = None,
         weights: Tensor | None = None,
         owned: Tensor | None = None,
-        product: Rounding | None = None,
-        step: Rounding = lambda t: t,
+        product: Change | None = None,
+        step: Change = lambda t: t,
     ) -> Tensor:
         """Return fp32 sums [M, H] with other steps; ``product`` rounds each weighted row."""
         rows, own = self.inputs.rows, self.owned if owned is None else owned
@@ -73,9 +74,9 @@ class Sum:
             total = torch.where(own[:, slot, None], step(added), total)
         return total
 
-    def given(self, **how: object) -> Callable[[], Outputs]:
-        """Return the outputs of :meth:`total`."""
-        return lambda: {"out": self.cast(self.total(**how))}  # type: ignore[arg-type]
+    def given(self, total: Callable[[], Tensor]) -> Make:
+        """Return what gives the outputs of fp32 sums."""
+        return lambda: {"out": self.cast(total())}
 
     @property
     def owned(self) -> Tensor:
@@ -98,35 +99,47 @@ def _of_weights(summing: Sum) -> Iterator[Mistake]:
     if not summing.weighted:
         yield Mistake(
             name="weights_here", words="routing weights applied in the sum, where rows have them,",
-            outputs=summing.given(weights=weights),
+            outputs=summing.given(partial(summing.total, weights=weights)),
         )  # fmt: skip
         return
     owned = summing.owned
     share = torch.where(owned, weights, 0.0).sum(1, keepdim=True)
-    many: tuple[tuple[str, str, Tensor, bool], ...] = (
-        ("weights_lost", "no routing weights", torch.ones_like(weights), True),
-        ("weights_squared", "the square of the routing weights", mul_rn(weights, weights), True),
-        ("weights_normalized", "routing weights divided by their sum", weights / weights.sum(1, keepdim=True), True),
-        ("weights_normalized", "routing weights divided by the sum of those owned", weights / share, True),
-        ("weights_softmax", "the softmax of the routing weights", weights.softmax(1), True),
-        ("weights_rounded", "routing weights rounded to BF16", round_bf16(weights), True),
-        ("weights_rounded", "routing weights rounded to FP16", round_f16(weights), True),
-        ("weights_mean", "the mean of the rows", torch.full_like(weights, 1.0 / weights.shape[1]), True),
-        ("weight_of_neighbour", "the weight of the token's next pair", weights.roll(-1, 1), True),
-        ("weight_of_neighbour", "the weight of the token's previous pair", weights.roll(1, 1), True),
-        ("weight_of_neighbour", "a token's weights from the last k to the first", weights.flip(1), True),
-        ("weight_of_neighbour", "the weight of the first pair for all of a token", weights[:, :1].expand(weights.shape), True),
-        ("weight_of_another_token", "the weights of the next token", weights.roll(-1, 0), False),
-        ("weight_of_another_token", "the weights of the previous token", weights.roll(1, 0), False),
-        ("weight_of_another_token", "the first token's weights for all", weights[:1].expand(weights.shape), False),
-        ("weights_transposed", "the weights of a [k, M] tensor", weights.t().reshape(weights.shape), False),
-        ("weights_transposed", "the weights taken from [k, M] memory", weights.reshape(weights.shape[::-1]).t().contiguous(), False),
-        ("weights_of_experts", "the weight at the expert's number", weights.gather(1, summing.inputs.ids.long().clamp(0, weights.shape[1] - 1)), True),
-    )  # fmt: skip
-    for name, words, other, local in many:
-        yield Mistake(
-            name=name, words=words, outputs=summing.of(weights=other.contiguous()), local=local
-        )
+    of_experts = weights.gather(1, summing.inputs.ids.long().clamp(0, weights.shape[1] - 1))
+    mean = torch.full_like(weights, 1.0 / weights.shape[1])
+    alone: list[tuple[str, str, Tensor]] = [
+        ("weights_lost", "no routing weights", torch.ones_like(weights)),
+        ("weights_squared", "the square of the routing weights", mul_rn(weights, weights)),
+        ("weights_normalized", "routing weights divided by their sum",
+         weights / weights.sum(1, keepdim=True)),
+        ("weights_normalized", "routing weights divided by the sum of those owned",
+         weights / share),
+        ("weights_softmax", "the softmax of the routing weights", weights.softmax(1)),
+        ("weights_rounded", "routing weights rounded to BF16", round_bf16(weights)),
+        ("weights_rounded", "routing weights rounded to FP16", round_f16(weights)),
+        ("weights_mean", "the mean of the rows", mean),
+        ("weight_of_neighbour", "the weight of the token's next pair", weights.roll(-1, 1)),
+        ("weight_of_neighbour", "the weight of the token's previous pair", weights.roll(1, 1)),
+        ("weight_of_neighbour", "a token's weights from the last k to the first", weights.flip(1)),
+        ("weight_of_neighbour", "the weight of the first pair for all of a token",
+         weights[:, :1].expand(weights.shape)),
+        ("weights_of_experts", "the weight at the expert's number", of_experts),
+    ]  # fmt: skip
+    together: list[tuple[str, str, Tensor]] = [
+        ("weight_of_another_token", "the weights of the next token", weights.roll(-1, 0)),
+        ("weight_of_another_token", "the weights of the previous token", weights.roll(1, 0)),
+        ("weight_of_another_token", "the first token's weights for all",
+         weights[:1].expand(weights.shape)),
+        ("weights_transposed", "the weights of a [k, M] tensor",
+         weights.t().reshape(weights.shape)),
+        ("weights_transposed", "the weights taken from [k, M] memory",
+         weights.reshape(weights.shape[::-1]).t()),
+    ]  # fmt: skip
+    for local, many in ((True, alone), (False, together)):
+        for name, words, other in many:
+            yield Mistake(
+                name=name, words=words, local=local,
+                outputs=summing.of(weights=other.contiguous()),
+            )  # fmt: skip
 
 
 def _of_pairs(summing: Sum) -> Iterator[Mistake]:
@@ -137,6 +150,8 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
     only = torch.zeros_like(owned)
     only[:, 0] = owned[:, 0]
     second = routing.second_ones(given.ids, owned.flatten()).view(owned.shape)
+    expert = given.expert.view(owned.shape)
+    past = given.ids >= given.first + given.experts
     masks: list[tuple[str, str, Tensor]] = [
         ("pair_lost", "the last pair of each token left out", last),
         ("pair_lost", "the first pair of each token left out", first),
@@ -144,24 +159,26 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
         ("duplicate_lost", "a token's second pair with the same expert left out", owned & ~second),
         ("foreign_pair", "pairs added that nobody owns", torch.ones_like(owned)),
         ("foreign_pair", "pairs added whose id is negative", owned | (given.ids < 0)),
-        ("foreign_pair", "pairs added whose id lies past the last expert", owned | (given.ids >= given.first + given.experts)),
-        ("last_expert_lost", "pairs of the last expert left out", owned & (given.expert.view(owned.shape) != given.experts - 1)),
-        ("first_expert_lost", "pairs of expert 0 left out", owned & (given.expert.view(owned.shape) != 0)),
+        ("foreign_pair", "pairs added whose id lies past the last expert", owned | past),
+        ("last_expert_lost", "pairs of the last expert left out",
+         owned & (expert != given.experts - 1)),
+        ("first_expert_lost", "pairs of expert 0 left out", owned & (expert != 0)),
     ]  # fmt: skip
     for name, words, mask in masks:
         if bool((mask != owned).any()):
-            expert = torch.where(mask.flatten(), given.expert.clamp(min=0), -1)
-            yield Mistake(name=name, words=words, outputs=summing.of(expert=expert))
+            other = torch.where(mask.flatten(), given.expert.clamp(min=0), -1)
+            yield Mistake(name=name, words=words, outputs=summing.of(expert=other))
     rows = given.rows
-    moves = [
-        ("rows_transposed", "rows taken from [k, M] memory", rows.reshape(k, tokens, -1).transpose(0, 1)),
+    moves = (
+        ("rows_transposed", "rows taken from [k, M] memory",
+         rows.reshape(k, tokens, -1).transpose(0, 1)),
         ("rows_transposed", "rows of a [k, M] tensor", rows.transpose(0, 1).reshape(rows.shape)),
         ("row_of_neighbour", "the rows of the next token", rows.roll(-1, 0)),
         ("row_of_neighbour", "the rows of the previous token", rows.roll(1, 0)),
         ("row_of_neighbour", "the row of the token's next pair", rows.roll(-1, 1)),
         ("row_of_neighbour", "the row of the token's previous pair", rows.roll(1, 1)),
         ("one_row", "the token's first row for all of its pairs", rows[:, :1].expand(rows.shape)),
-    ]  # fmt: skip
+    )  # fmt: skip
     for name, words, moved in moves:
         yield Mistake(
             name=name, words=words, outputs=summing.of(rows=moved.contiguous()), local=False
@@ -183,51 +200,57 @@ def _flat(rows: Tensor) -> Tensor | None:
 
 
 def _of_sums(summing: Sum) -> Iterator[Mistake]:
-    k = summing.inputs.ids.shape[1]
-    for noun, way in (("BF16", round_bf16), ("FP16", round_f16)):
+    narrow: tuple[tuple[str, Change], ...] = (("BF16", round_bf16), ("FP16", round_f16))
+    for noun, way in narrow:
         yield Mistake(
             name="narrow_accumulator", words=f"the sum rounded to {noun} after each row",
-            outputs=summing.given(step=way),
+            outputs=summing.given(partial(summing.total, step=way)),
         )  # fmt: skip
         yield Mistake(
             name="narrow_product", words=f"each weighted row rounded to {noun}",
-            outputs=summing.given(product=way),
+            outputs=summing.given(partial(summing.total, product=way)),
         )  # fmt: skip
         yield Mistake(
             name="narrow_accumulator", words=f"each weighted row and the sum rounded to {noun}",
-            outputs=summing.given(product=way, step=way),
+            outputs=summing.given(partial(summing.total, product=way, step=way)),
         )  # fmt: skip
-    if k > 2:
-        evens = list(range(0, k, 2)) + list(range(1, k, 2))
-        yield Mistake(
-            name="sum_order",
-            words="even k added before odd ones",
-            outputs=summing.given(order=evens),
-        )
-        yield Mistake(
-            name="sum_order", words="rows added in pairs, and the pairs then",
-            outputs=lambda: {"out": summing.cast(_tree(summing))},
-        )  # fmt: skip
-        yield Mistake(
-            name="sum_order", words="rows added by the number of their expert",
-            outputs=lambda: {"out": summing.cast(_by_expert(summing))},
-        )  # fmt: skip
+    yield from _of_order(summing)
     for factor in FACTORS:
         yield Mistake(
             name="factor", words=f"the sum times {factor:g}",
-            outputs=lambda f=factor: {"out": summing.cast(summing.total() * f)},  # type: ignore[misc]
+            outputs=summing.given(partial(_times, summing, factor)),
         )  # fmt: skip
+    k = summing.inputs.ids.shape[1]
     yield Mistake(
-        name="mean", words="the sum divided by k",
-        outputs=lambda: {"out": summing.cast(summing.total() / k)},
-    )  # fmt: skip
+        name="mean",
+        words="the sum divided by k",
+        outputs=summing.given(lambda: summing.total() / k),
+    )
     if summing.cast(torch.zeros(1)).dtype is torch.bfloat16:
         yield from rounded(summing.total, lambda out: {"out": out})
     else:
         yield Mistake(
             name="through_bf16", words="the sum rounded to BF16 on the way",
-            outputs=lambda: {"out": summing.cast(round_bf16(summing.total()))},
+            outputs=summing.given(lambda: round_bf16(summing.total())),
         )  # fmt: skip
+
+
+def _times(summing: Sum, factor: float) -> Tensor:
+    return summing.total() * factor
+
+
+def _of_order(summing: Sum) -> Iterator[Mistake]:
+    k = summing.inputs.ids.shape[1]
+    if k <= 2:
+        return
+    evens = [*range(0, k, 2), *range(1, k, 2)]
+    orders: tuple[tuple[str, Callable[[], Tensor]], ...] = (
+        ("even k added before odd ones", partial(summing.total, order=evens)),
+        ("rows added in pairs, then the pairs,", partial(_tree, summing)),
+        ("rows added by the number of their expert", partial(_by_expert, summing)),
+    )
+    for words, total in orders:
+        yield Mistake(name="sum_order", words=words, outputs=summing.given(total))
 
 
 def _weighted(summing: Sum) -> list[Tensor]:

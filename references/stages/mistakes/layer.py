@@ -7,7 +7,7 @@ that returns its trace has all of them tried, stage by stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def mistakes(
         for number, mistake in enumerate(own):
             yield Mistake(
                 name=mistake.name, words=f"{mistake.words.rstrip(',')} (its {name})",
-                outputs=lambda n=number, t=together: t(n), local=mistake.local,  # type: ignore[misc]
+                outputs=partial(together, number), local=mistake.local,
             )  # fmt: skip
     yield from _elsewhere(made, onward, recipe)
 
@@ -109,12 +109,13 @@ def _elsewhere(made: Mapping[str, Step], onward: Onward, recipe: Recipe) -> Iter
         stage, case, inputs = made[name]
         for mistake in stage.mistakes(case, inputs, recipe):
             if mistake.name == "weights_here":
-
-                def moved(name: str = name, wrong: Mistake = mistake) -> Trace:
-                    trace = onward(name, wrong.outputs(), 1)
-                    return onward("fc2", {"rows": trace["fc2"], "weights": None}, 1)
-
                 yield Mistake(
-                    name="weights_elsewhere", outputs=moved,
+                    name="weights_elsewhere",
+                    outputs=partial(_not_in_the_sum, onward, name, mistake),
                     words=f"{mistake.words.replace('this GEMM', name)}, not in the sum,",
                 )  # fmt: skip
+
+
+def _not_in_the_sum(onward: Onward, name: str, wrong: Mistake) -> Trace:
+    trace = onward(name, wrong.outputs(), 1)
+    return onward("fc2", {"rows": trace["fc2"], "weights": None}, 1)

@@ -1,4 +1,4 @@
-"""Mistakes about which expert a pair takes and which rank owns it, for every stage with pairs."""
+"""Mistakes about which expert and which row a pair takes, for every stage with pairs."""
 
 from __future__ import annotations
 
@@ -9,37 +9,54 @@ from torch import Tensor
 
 
 def wrong_experts(
-    expert: Tensor, ids: Tensor, first: int, experts: int
+    expert: Tensor, ids: Tensor, experts: int, taken: str
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (name, words, the expert of each owned pair, int64 [P]); -1 stays for foreign ones.
 
-    ``expert`` int64 [P] is the right one, ``ids`` [M, k] the global ids, ``first`` the global id of
-    this rank's expert 0, ``experts`` how many it has.
+    ``expert`` int64 [P] is the right one, ``ids`` [M, k] the global ids, ``experts`` how many this
+    rank has.  ``taken`` goes on from an expert: what of it a stage takes.
     """
     owned = expert >= 0
     flat = ids.flatten().long()
     k = ids.shape[1]
     pairs = torch.arange(expert.numel(), device=expert.device)
     last = experts - 1
+    after, before = f"the next expert{taken}", f"the previous expert{taken}"
     wrong: list[tuple[str, str, Tensor]] = [
-        ("wrong_expert", "the next expert's weights", (expert + 1) % experts),
-        ("wrong_expert", "the previous expert's weights", (expert - 1) % experts),
-        ("wrong_expert", "the next expert's weights, up to the last,", (expert + 1).clamp(max=last)),
-        ("wrong_expert", "the previous expert's weights, down to the first,", (expert - 1).clamp(min=0)),
-        ("one_expert", "the first expert's weights for all", torch.zeros_like(expert)),
-        ("one_expert", "the last expert's weights for all", torch.full_like(expert, last)),
-        ("global_id", "the global id taken for the local one", flat % max(experts, 1)),
-        ("global_id", "the global id taken for the local one, up to the last,", flat.clamp(0, last)),
-        ("token_for_pair", "the expert of a token's first pair for all of them", expert[pairs // k * k]),
+        ("wrong_expert", after, (expert + 1) % experts),
+        ("wrong_expert", before, (expert - 1) % experts),
+        ("wrong_expert", f"{after}, up to the last,", (expert + 1).clamp(max=last)),
+        ("wrong_expert", f"{before}, down to the first,", (expert - 1).clamp(min=0)),
+        ("one_expert", f"the first expert{taken} for all", torch.zeros_like(expert)),
+        ("one_expert", f"the last expert{taken} for all", torch.full_like(expert, last)),
+        ("global_id", "the global id taken for the local one", flat % experts),
+        ("global_id", "the global id taken for the local one, up to the last,",
+         flat.clamp(0, last)),
+        ("token_for_pair", "the expert of a token's first pair for all of them",
+         expert[pairs // k * k]),
         ("wrong_expert", "the experts in the other order", last - expert),
+        ("expert_of_neighbour", "the expert of the next pair", expert.roll(-1)),
+        ("expert_of_neighbour", "the expert of the previous pair", expert.roll(1)),
     ]  # fmt: skip
-    for step, side in ((1, "next"), (-1, "previous")):
-        near = expert.roll(-step)
-        wrong.append(("expert_of_neighbour", f"the expert of the {side} pair", near))
     for name, words, other in wrong:
         made = torch.where(owned, other, -1)
         if bool((made != expert).any()) and bool((made[owned] >= 0).all()):
             yield name, words, made
+
+
+def wrong_rows(source: Tensor, tokens: int) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, words, whose row each pair takes); ``source`` int64 [P] is right."""
+    if tokens < 2:
+        return
+    pair = torch.arange(source.numel(), device=source.device)
+    yield from (
+        ("row_of_neighbour", "the row of the next token", (source + 1) % tokens),
+        ("row_of_neighbour", "the row of the previous token", (source - 1) % tokens),
+        ("pair_for_token", "a pair's number taken for its token's", pair % tokens),
+        ("pair_for_token", "a pair's number taken for its token's, up to the last,",
+         pair.clamp(max=tokens - 1)),
+        ("one_row", "the first token's row for all", torch.zeros_like(pair)),
+    )  # fmt: skip
 
 
 def second_ones(ids: Tensor, owned: Tensor) -> Tensor:
@@ -62,7 +79,7 @@ def last_of_each(expert: Tensor, experts: int) -> Tensor:
 def past_full_tiles(expert: Tensor, tile: int) -> Tensor:
     """Return a mask [P] of the pairs in the last, partly filled tile of their expert's rows."""
     found = torch.zeros_like(expert, dtype=torch.bool)
-    for index in expert[expert >= 0].unique().tolist():
+    for index in set(expert[expert >= 0].tolist()):
         mine = (expert == index).nonzero()[:, 0]
         found[mine[mine.numel() // tile * tile :]] = True
     return found

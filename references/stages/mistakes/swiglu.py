@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import round_bf16, to_f32
+from moe_parity.references.arithmetic.formats import (
+    bits_of,
+    from_bits,
+    round_bf16,
+    to_f32,
+)
 from moe_parity.references.arithmetic.rounding import add_rn, div_rn, f32, mul_rn
 from moe_parity.references.language.mistake import Mistake
-from moe_parity.references.stages.mistakes.anywhere import contiguous_reading, round_f16
+from moe_parity.references.stages.mistakes.anywhere import (
+    Change,
+    contiguous_reading,
+    round_f16,
+)
 from moe_parity.references.stages.swiglu.decisions import (
     ClampOrder,
     ClampRounding,
@@ -48,82 +58,153 @@ class Wrong:
 
 def wrongs(inputs: GateUpRows, recipe: SwigluRecipe) -> Iterator[Wrong]:
     """Yield what an activation may do wrong."""
-
-    def of(rows: Tensor | None = None, **changes: float | None) -> Tensor:
-        asked = {"limit": inputs.limit, "alpha": inputs.alpha, "beta": inputs.beta} | changes
-        return swiglu(inputs.rows if rows is None else rows, recipe, **asked)  # type: ignore[arg-type]
-
-    yield from _of_halves(inputs, of)
-    yield from _of_limits(inputs, recipe, of)
-    yield from _of_factors(inputs, of)
-    yield from _of_functions(inputs, recipe)
+    act = _Activation(inputs=inputs, recipe=recipe)
+    yield from _of_halves(act)
+    yield from _of_limits(act)
+    yield from _of_limited_halves(act)
+    yield from _of_factors(act)
+    yield from _of_functions(act)
 
 
-Of = Callable[..., Tensor]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Activation:
+    """What is activated, and by which recipe."""
+
+    inputs: GateUpRows
+    recipe: SwigluRecipe
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Return the activation of other rows."""
+        given = self.inputs
+        return swiglu(rows, self.recipe, limit=given.limit, alpha=given.alpha, beta=given.beta)
+
+    def limit(self, limit: float | None, rows: Tensor | None = None) -> Tensor:
+        """Return that with another limit, or none."""
+        given = self.inputs
+        rows = given.rows if rows is None else rows
+        return swiglu(rows, self.recipe, limit=limit, alpha=given.alpha, beta=given.beta)
+
+    def alpha(self, alpha: float) -> Tensor:
+        """Return that with another factor in the sigmoid."""
+        given = self.inputs
+        return swiglu(given.rows, self.recipe, limit=given.limit, alpha=alpha, beta=given.beta)
+
+    def beta(self, beta: float) -> Tensor:
+        """Return that with something else added to up."""
+        given = self.inputs
+        return swiglu(given.rows, self.recipe, limit=given.limit, alpha=given.alpha, beta=beta)
+
+    def limited(self) -> tuple[Tensor, Tensor]:
+        """Return gate and up after the limit and the shift, as the recipe has them."""
+        given, recipe = self.inputs, self.recipe
+        gate, up = to_f32(given.rows).chunk(2, dim=1)
+        if given.limit is not None and recipe.clamp_order is ClampOrder.BEFORE:
+            high = f32(given.limit, gate)
+            made = _as_rounded(_most(gate, high), _between(up, high), recipe)
+            gate, up = made.chunk(2, dim=1)
+        if given.beta or recipe.shift is not Shift.IF_ANY:
+            up = add_rn(up, f32(given.beta, up))
+        return gate, round_bf16(up) if recipe.shift is Shift.ALWAYS_BF16 else up
+
+    def product(
+        self, value: Change, last: Change | None = None, other: Change | None = None
+    ) -> Tensor:
+        """Return a function of the gate times up, or times another function of up.
+
+        ``last`` rounds the product, else the recipe does.
+        """
+        gate, up = self.limited()
+        left = value(gate)
+        if self.recipe.product_rounding is ProductRounding.TWICE:
+            left = round_bf16(left)
+        made = mul_rn(left, other(up) if other else up)
+        if last is not None:
+            return last(made)
+        return made if self.recipe.product_rounding is ProductRounding.NONE else round_bf16(made)
 
 
-def _of_halves(inputs: GateUpRows, of: Of) -> Iterator[Wrong]:
-    rows = inputs.rows
+# --- gate and up --------------------------------------------------------------------------------
+
+
+def _of_halves(act: _Activation) -> Iterator[Wrong]:
+    rows = act.inputs.rows
     n = rows.shape[1]
+    half = n // 2
     column = torch.arange(n, device=rows.device)
+    after = torch.where(column < half, column, (column - half + 1) % half + half)
     orders = (
-        ("gate_up_swapped", "gate and up swapped", (column + n // 2) % n),
-        ("gate_up_interleaved", "gate and up read as interleaved columns", column % (n // 2) * 2 + column // (n // 2)),
-        ("gate_up_interleaved", "gate and up taken for halves that were interleaved", column // 2 + column % 2 * (n // 2)),
-        ("gate_twice", "the gate taken for up too", column % (n // 2)),
-        ("up_twice", "up taken for the gate too", column % (n // 2) + n // 2),
-        ("row_shifted", "up of the next column", torch.where(column < n // 2, column, (column - n // 2 + 1) % (n // 2) + n // 2)),
+        ("gate_up_swapped", "gate and up swapped", (column + half) % n),
+        ("gate_up_interleaved", "gate and up read as interleaved columns",
+         column % half * 2 + column // half),
+        ("gate_up_interleaved", "gate and up interleaved, then read as halves,",
+         column // 2 + column % 2 * half),
+        ("gate_twice", "the gate taken for up too", column % half),
+        ("up_twice", "up taken for the gate too", column % half + half),
+        ("row_shifted", "up of the next column", after),
     )  # fmt: skip
     for name, words, order in orders:
-        yield Wrong(name=name, words=words, rows=lambda order=order: of(rows[:, order]))  # type: ignore[misc]
+        yield Wrong(name=name, words=words, rows=partial(_ordered, act, order))
     for step, side in ((1, "next"), (-1, "previous")) if rows.shape[0] > 1 else ():
-        up = torch.cat([rows[:, : n // 2], rows.roll(-step, 0)[:, n // 2 :]], 1)
         yield Wrong(
             name="row_of_neighbour", words=f"up of the {side} row", local=False,
-            rows=lambda up=up: of(up),  # type: ignore[misc]
+            rows=partial(act.rows, torch.cat([rows[:, :half], rows.roll(-step, 0)[:, half:]], 1)),
         )  # fmt: skip
     flat = contiguous_reading(rows)
     if flat is not None:
         yield Wrong(
             name="row_stride", words="rows read with 2 I as their stride", local=False,
-            rows=lambda: of(flat),
+            rows=partial(act.rows, flat),
         )  # fmt: skip
 
 
-def _of_limits(inputs: GateUpRows, recipe: SwigluRecipe, of: Of) -> Iterator[Wrong]:
-    limit = inputs.limit
+def _ordered(act: _Activation, order: Tensor) -> Tensor:
+    return act.rows(act.inputs.rows[:, order])
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+def _of_limits(act: _Activation) -> Iterator[Wrong]:
+    limit = act.inputs.limit
+    instead = f" instead of {limit:g}" if limit else ", which nobody asked for,"
     for other in LIMITS:
         if other != limit:
-            words = f"a limit of {other:g}" + (
-                f" instead of {limit:g}" if limit else ", which nobody asked for,"
-            )
-            yield Wrong(name="another_limit", words=words, rows=lambda o=other: of(limit=o))  # type: ignore[misc]
-    if limit is None or recipe.clamp_order is ClampOrder.IGNORED:
+            yield Wrong(
+                name="another_limit", words=f"a limit of {other:g}{instead}",
+                rows=partial(act.limit, other),
+            )  # fmt: skip
+
+
+def _of_limited_halves(act: _Activation) -> Iterator[Wrong]:
+    limit = act.inputs.limit
+    if limit is None or act.recipe.clamp_order is ClampOrder.IGNORED:
         return
-    gate, up = to_f32(inputs.rows).chunk(2, dim=1)
+    gate, up = to_f32(act.inputs.rows).chunk(2, dim=1)
     high = f32(limit, gate)
     ways: tuple[tuple[str, str, Tensor, Tensor], ...] = (
         ("clamp_gate_only", "the limit on the gate alone", _most(gate, high), up),
         ("clamp_up_only", "the limit on up alone", gate, _between(up, high)),
         ("clamp_up_above", "up limited from above alone", _most(gate, high), _most(up, high)),
-        ("clamp_gate_below", "the gate limited from below too", _between(gate, high), _between(up, high)),
+        ("clamp_gate_below", "the gate limited from below too",
+         _between(gate, high), _between(up, high)),
         ("clamp_gate_below", "the gate alone limited, from below too,", _between(gate, high), up),
     )  # fmt: skip
     for name, words, left, right in ways:
-        yield Wrong(
-            name=name, words=words,
-            rows=lambda g=left, u=right: of(_as_rounded(g, u, recipe), limit=None),  # type: ignore[misc]
-        )  # fmt: skip
+        yield Wrong(name=name, words=words, rows=partial(_already_limited, act, left, right))
     yield Wrong(
         name="clamp_of_product", words="the limit on the product alone",
-        rows=lambda: _between(of(limit=None), high),
+        rows=lambda: _between(act.limit(None), high),
     )  # fmt: skip
     rounded_limit = float(round_bf16(high))
     if rounded_limit != limit:
         yield Wrong(
             name="limit_rounded", words=f"a limit rounded to BF16, {rounded_limit:g},",
-            rows=lambda: of(limit=rounded_limit),
+            rows=partial(act.limit, rounded_limit),
         )  # fmt: skip
+
+
+def _already_limited(act: _Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return act.limit(None, _as_rounded(gate, up, act.recipe))
 
 
 def _as_rounded(gate: Tensor, up: Tensor, recipe: SwigluRecipe) -> Tensor:
@@ -144,71 +225,63 @@ def _between(x: Tensor, high: Tensor) -> Tensor:
     return torch.where(above >= -high, above, -high)
 
 
-def _of_factors(inputs: GateUpRows, of: Of) -> Iterator[Wrong]:
+# --- factors and functions ----------------------------------------------------------------------
+
+
+def _of_factors(act: _Activation) -> Iterator[Wrong]:
+    alpha, beta = act.inputs.alpha, act.inputs.beta
     for value in (1.0, 1.702):
-        if value != inputs.alpha:
-            words = f"a factor of {value:g} in the sigmoid instead of {inputs.alpha:g}"
-            yield Wrong(name="alpha", words=words, rows=lambda v=value: of(alpha=v))  # type: ignore[misc]
+        if value != alpha:
+            words = f"a factor of {value:g} in the sigmoid instead of {alpha:g}"
+            yield Wrong(name="alpha", words=words, rows=partial(act.alpha, value))
     for value in (0.0, 1.0, -1.0):
-        if value != inputs.beta:
-            words = f"{value:g} added to up instead of {inputs.beta:g}"
-            yield Wrong(name="beta", words=words, rows=lambda v=value: of(beta=v))  # type: ignore[misc]
+        if value != beta:
+            words = f"{value:g} added to up instead of {beta:g}"
+            yield Wrong(name="beta", words=words, rows=partial(act.beta, value))
 
 
-def _of_functions(inputs: GateUpRows, recipe: SwigluRecipe) -> Iterator[Wrong]:
-    one = f32(1.0, inputs.rows)
+def _of_functions(act: _Activation) -> Iterator[Wrong]:
+    alpha = act.inputs.alpha
 
     def plain(gate: Tensor) -> Tensor:
-        return silu(gate, recipe.silu, inputs.alpha)
+        return silu(gate, act.recipe.silu, alpha)
 
     def sigmoid(gate: Tensor) -> Tensor:
-        return torch.sigmoid((inputs.alpha * gate).double()).float()
+        return torch.sigmoid((alpha * gate).double()).float()
 
-    def product(
-        value: Callable[[Tensor], Tensor],
-        last: Callable[[Tensor], Tensor] | None = None,
-        other: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        gate, up = _limited(inputs, recipe)
-        left = value(gate)
-        if recipe.product_rounding is ProductRounding.TWICE:
-            left = round_bf16(left)
-        right = other(up) if other else up
-        made = mul_rn(left, right)
-        if last is not None:
-            return last(made)
-        return made if recipe.product_rounding is ProductRounding.NONE else round_bf16(made)
+    def narrow_exponential(gate: Tensor) -> Tensor:
+        one = f32(1.0, gate)
+        below = round_bf16(add_rn(one, round_bf16(torch.exp(-alpha * gate))))
+        return mul_rn(gate, round_bf16(div_rn(one, below)))
 
-    functions: tuple[tuple[str, str, Callable[[], Tensor]], ...] = (
-        ("no_silu", "no SiLU: the gate times up", lambda: product(lambda g: g)),
-        ("sigmoid", "a sigmoid of the gate, not times the gate,", lambda: product(sigmoid)),
-        ("relu", "ReLU instead of SiLU", lambda: product(lambda g: g.clamp(min=0))),
-        ("gelu", "GELU instead of SiLU", lambda: product(lambda g: torch.nn.functional.gelu(g))),
-        ("gelu", "the tanh form of GELU instead of SiLU", lambda: product(lambda g: torch.nn.functional.gelu(g, approximate="tanh"))),
-        ("silu_of_both", "SiLU of up too", lambda: product(plain, other=plain)),
-        ("up_lost", "up left out", lambda: product(plain, other=torch.ones_like)),
-        ("narrow_silu", "the gate's exponential in BF16", lambda: product(lambda g: mul_rn(g, round_bf16(div_rn(one, round_bf16(add_rn(one, round_bf16(torch.exp(-inputs.alpha * g))))))))),
-        ("narrow_silu", "the gate's sigmoid rounded to BF16", lambda: product(lambda g: mul_rn(g, round_bf16(sigmoid(g))))),
-        ("product_fp16", "the product rounded to FP16", lambda: product(plain, round_f16)),
-        ("product_rounded_twice", "the product rounded to FP16 and then to BF16", lambda: product(plain, lambda p: round_bf16(round_f16(p)))),
-        ("product_cut", "the product cut to BF16, not rounded,", lambda: product(plain, _cut)),
-        ("product_magnitude", "the product without its sign", lambda: product(plain, lambda p: round_bf16(p).abs())),
+    def narrow_sigmoid(gate: Tensor) -> Tensor:
+        return mul_rn(gate, round_bf16(sigmoid(gate)))
+
+    gelu = torch.nn.functional.gelu
+    values: tuple[tuple[str, str, Change, Change | None], ...] = (
+        ("no_silu", "no SiLU: the gate times up", lambda gate: gate, None),
+        ("sigmoid", "a sigmoid of the gate, not times the gate,", sigmoid, None),
+        ("relu", "ReLU instead of SiLU", torch.relu, None),
+        ("gelu", "GELU instead of SiLU", gelu, None),
+        ("gelu", "the tanh form of GELU instead of SiLU", partial(gelu, approximate="tanh"), None),
+        ("silu_of_both", "SiLU of up too", plain, plain),
+        ("up_lost", "up left out", plain, torch.ones_like),
+        ("narrow_silu", "the gate's exponential in BF16", narrow_exponential, None),
+        ("narrow_silu", "the gate's sigmoid rounded to BF16", narrow_sigmoid, None),
+    )
+    for name, words, value, other in values:
+        yield Wrong(name=name, words=words, rows=partial(act.product, value, other=other))
+    roundings: tuple[tuple[str, str, Change], ...] = (
+        ("product_fp16", "the product rounded to FP16", round_f16),
+        ("product_rounded_twice", "the product rounded to FP16 and then to BF16",
+         lambda product: round_bf16(round_f16(product))),
+        ("product_cut", "the product cut to BF16, not rounded,", _cut),
+        ("product_magnitude", "the product without its sign",
+         lambda product: round_bf16(product).abs()),
     )  # fmt: skip
-    for name, words, rows in functions:
-        yield Wrong(name=name, words=words, rows=rows)
+    for name, words, last in roundings:
+        yield Wrong(name=name, words=words, rows=partial(act.product, plain, last))
 
 
 def _cut(x: Tensor) -> Tensor:
-    return (x.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
-
-
-def _limited(inputs: GateUpRows, recipe: SwigluRecipe) -> tuple[Tensor, Tensor]:
-    """Return gate and up after the limit and the shift, as the recipe has them."""
-    gate, up = to_f32(inputs.rows).chunk(2, dim=1)
-    if inputs.limit is not None and recipe.clamp_order is ClampOrder.BEFORE:
-        high = f32(inputs.limit, gate)
-        made = _as_rounded(_most(gate, high), _between(up, high), recipe)
-        gate, up = made.chunk(2, dim=1)
-    if inputs.beta or recipe.shift is not Shift.IF_ANY:
-        up = add_rn(up, f32(inputs.beta, up))
-    return gate, round_bf16(up) if recipe.shift is Shift.ALWAYS_BF16 else up
+    return from_bits(bits_of(x) & -0x10000)

@@ -30,7 +30,7 @@ from moe_parity.references.language.stage import (
     Subset,
 )
 from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
-from moe_parity.references.stages.mistakes.quant import Groups
+from moe_parity.references.stages.mistakes.groups import Groups
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.owned import FLOATS, Own
 from moe_parity.references.stages.quant import inputs as making

@@ -1,0 +1,110 @@
+"""A grouped GEMM whose operands, scales and steps may be others than the recipe's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import BLOCK
+from moe_parity.references.arithmetic.rounding import add_rn
+from moe_parity.references.stages.gemm.decisions import GemmRecipe
+from moe_parity.references.stages.gemm.reference import INTERVALS, accumulate, biased, dot, hit
+from moe_parity.references.stages.mistakes.anywhere import Change, Make
+
+if TYPE_CHECKING:
+    from moe_parity.references.stages.gemm.stage import GroupedRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One GEMM on given operands; what its dot products are is computed once."""
+
+    inputs: GroupedRows
+    recipe: GemmRecipe
+    weight: Tensor | None
+    """What the epilogue applies by the recipe."""
+    reference: Callable[[GroupedRows], Tensor]
+    """Operands -> BF16 rows [P, N]."""
+
+    def of(self, **changes: Any) -> Make:
+        """Return the rows of other operands."""
+        return lambda: {"rows": self.reference(dataclasses.replace(self.inputs, **changes))}
+
+    @cached_property
+    def right(self) -> Tensor:
+        """The rows without a mistake."""
+        return self.finished(self.chain())
+
+    def rows(self, change: Change) -> Make:
+        """Return the right rows, changed."""
+        return lambda: {"rows": change(self.right)}
+
+    def columns(self, order: Tensor) -> Make:
+        """Return the right rows, their columns in another order."""
+        return self.rows(lambda rows: rows[:, order])
+
+    def scaled(self, a_scale: Tensor | None = None, w_scale: Tensor | None = None) -> Make:
+        """Return the rows by other scales."""
+        return lambda: {"rows": self.finished(self.chain(a_scale=a_scale, w_scale=w_scale))}
+
+    def finished(self, accumulator: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return BF16 rows of accumulators, zeros where nobody owns the pair."""
+        expert = self.inputs.expert
+        own = self.weight if weight is None else weight
+        rows = biased(accumulator, self.inputs.bias, expert, self.recipe, own)
+        return torch.where((expert >= 0)[:, None], rows, torch.zeros_like(rows))
+
+    @cached_property
+    def products(self) -> dict[int, Tensor]:
+        """The dot products of each interval of K, by its start, fp32 [P, N]."""
+        given, step = self.inputs, INTERVALS[self.recipe.interval]
+        shape = given.expert.numel(), given.w.shape[1]
+        starts = range(0, given.a.shape[1], step)
+        made = {start: torch.zeros(shape, device=given.a.device) for start in starts}
+        for index in hit(given.expert):
+            rows = (given.expert == index).nonzero()[:, 0]
+            a, w = given.a[given.source[rows]], given.w[index].t()
+            for start in starts:
+                cut = slice(start, start + step)
+                made[start][rows] = dot(
+                    a[:, cut].contiguous(), w[cut].contiguous(), self.recipe.unit
+                )
+        return made
+
+    def chain(
+        self,
+        *,
+        a_scale: Tensor | None = None,
+        w_scale: Tensor | None = None,
+        total: Change = lambda t: t,
+        partial: Change = lambda t: t,
+        order: Callable[[list[int]], list[int]] = lambda starts: starts,
+        parts: int = 1,
+    ) -> Tensor:
+        """Return fp32 accumulators [P, N] with other scales, or other steps between intervals.
+
+        ``partial`` rounds each dot product, ``total`` the accumulator after each step; ``order`` is
+        that of the intervals; K is cut into ``parts``, each with an accumulator of its own, which
+        are added last.
+        """
+        given = self.inputs
+        s_a = (given.a_scale if a_scale is None else a_scale)[given.source]
+        own = (given.w_scale if w_scale is None else w_scale)[given.expert.clamp(min=0)]
+        s_b = own.repeat_interleave(BLOCK, 1)[:, : given.w.shape[1]]
+        starts = order(list(self.products))
+        size = max(-(-len(starts) // parts), 1)
+        sums = []
+        for first in range(0, len(starts), size):
+            acc = torch.zeros((s_b.shape[0], s_b.shape[1]), device=given.a.device)
+            for start in starts[first : first + size]:
+                p, block = partial(self.products[start]), start // BLOCK
+                acc = total(accumulate(acc, p, s_a[:, block, None], s_b[:, :, block], self.recipe))
+            sums.append(acc)
+        for other in sums[1:]:
+            sums[0] = add_rn(sums[0], other)
+        return sums[0]
