@@ -17,7 +17,7 @@ from rich.console import Console
 
 from moe_parity.harness.calling.run import run as call
 from moe_parity.harness.checks.flow import BROKEN, first_line
-from moe_parity.harness.diagnosis.answer import Answer, Nearest, identify
+from moe_parity.harness.diagnosis.answer import Answer, Nearest, identify_each
 from moe_parity.harness.diagnosis.cause import opened
 from moe_parity.harness.diagnosis.identify import Probe, Seen
 from moe_parity.harness.evidence.dump import read_dump
@@ -49,6 +49,8 @@ class Setting:
     who: str
     words: str
     seen: tuple[Seen, ...]
+    inside: bool = False
+    """Whether it is a stage inside a layer."""
 
 
 def run(request: Request) -> int:
@@ -62,17 +64,26 @@ def run(request: Request) -> int:
     missing = outputs = 0
     start = time.perf_counter()
     said: list[tuple[tuple[str, ...], list[str]]] = []
+    whole: dict[str, set[str]] = {}
     for setting in settings_of(request):
-        answer = identify(setting.seen, setting.who)
-        missing += not answer.recipes
         outputs += sum(bits.numel() for one in setting.seen for bits in one.bits.values())
-        lines = (f"{answer.stage} of {setting.who}", *told(answer))
-        if said and said[-1][0] == lines:
-            said[-1][1].append(setting.words)
-            continue
-        _print(console, said)
-        said = [(lines, [setting.words])]
+        for seen, answer in identify_each(setting.seen, setting.who):
+            missing += not answer.recipes
+            if setting.inside:
+                named = set(answer.names)
+                whole[setting.who] = whole.get(setting.who, named) & named
+            words = setting.words
+            if len(seen) < len(setting.seen):
+                words = ", ".join(one.probe.case.id for one in seen)
+            lines = (f"{answer.stage} of {setting.who}", *told(answer))
+            if said and said[-1][0] == lines:
+                said[-1][1].append(words)
+                continue
+            _print(console, said)
+            said = [(lines, [words])]
     _print(console, said)
+    for who, names in whole.items():
+        console.print(f"all stages of {who}: {' or '.join(sorted(names)) or 'no named recipe'}")
     console.print(f"{outputs:,} outputs, {time.perf_counter() - start:.1f} s", style="dim")
     return 1 if missing else 0
 
@@ -136,13 +147,14 @@ def _formats(kernel: Kernel, device: str) -> Iterator[tuple[str, list[Case]]]:
 
 
 def _run(kernel: Kernel, case: Case, device: str) -> Seen:
-    inputs = kernel.stage.inputs(case, device)
     try:
-        got = call(kernel, case, inputs).outputs
+        outputs = call(kernel, case, kernel.stage.inputs(case, device)).outputs
     except BROKEN as error:
         text = f"{type(error).__name__}: {first_line(error)}"
         raise ParityError(f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}") from None
-    return Seen(Probe(stage=kernel.stage, case=case, inputs=inputs), got)
+    # recipes are tried on a CPU, where many small steps take less than on a GPU
+    got = {name: tensor.cpu() for name, tensor in outputs.items()}
+    return Seen(Probe(stage=kernel.stage, case=case, inputs=kernel.stage.inputs(case)), got)
 
 
 def _inside(who: str, words: str, found: Sequence[Seen]) -> Iterator[Setting]:
@@ -157,7 +169,7 @@ def _inside(who: str, words: str, found: Sequence[Seen]) -> Iterator[Setting]:
         yield Setting(who=who, words=words, seen=tuple(found))
     else:
         for seen in inner.values():
-            yield Setting(who=who, words=words, seen=tuple(seen))
+            yield Setting(who=who, words=words, seen=tuple(seen), inside=True)
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -54,6 +54,31 @@ class Answer:
     nearest: Nearest | None = None
 
 
+def identify_each(seen: Sequence[Seen], who: str = "it") -> Iterator[tuple[list[Seen], Answer]]:
+    """Yield answers for cases that one recipe explains together.
+
+    A tile size may decide the order of scales: what one recipe does not explain is told apart.
+    """
+    groups = [list(seen)]
+    if len(seen) > 1 and not explained(seen):
+        groups = []
+    for one in () if groups else seen:
+        fitting = next((g for g in groups if explained([*g, one])), None)
+        if fitting is None:
+            groups.append([one])
+        else:
+            fitting.append(one)
+    for group in groups:
+        yield group, identify(group, who)
+
+
+def explained(seen: Sequence[Seen]) -> bool:
+    """Whether some recipe explains every bit of all that was seen."""
+    if seen[0].probe.stage.partial:
+        return bool(chains.explaining(seen))
+    return bool(explaining(seen))
+
+
 def identify(seen: Sequence[Seen], who: str = "it") -> Answer:
     """Return the recipes of a stage that explain every bit of all that was seen of it."""
     stage = seen[0].probe.stage
@@ -66,7 +91,8 @@ def identify(seen: Sequence[Seen], who: str = "it") -> Answer:
     if not fields:
         return Answer(stage=stage.name, recipes=(NO_ROUNDING,), names=(NO_ROUNDING.name,))
     options = {f: tuple(dict.fromkeys(_option(r, f) for r in found)) for f in fields}
-    names = [r.name for r in ALL.values() if stage.described_by(r) and _among(r, found, fields)]
+    named = [recipe for recipe in ALL.values() if stage.described_by(recipe)]
+    names = [r.name for r in named if all(one.matching([r]) for one in seen)]
     every = {d.name for d in _decisions(stage)}
     return Answer(
         stage=stage.name, recipes=tuple(found), names=tuple(names),
@@ -87,11 +113,6 @@ def _said(field: Field, fields: Iterable[Field]) -> str:
     return f"{part}: {decision.name}" if twice else decision.name
 
 
-def _among(recipe: Recipe, found: Iterable[Recipe], fields: Sequence[Field]) -> bool:
-    own = [_option(recipe, f) for f in fields if f[0] in recipe.parts]
-    return any(own == [_option(r, f) for f in fields if f[0] in recipe.parts] for r in found)
-
-
 def _decisions(stage: Stage[Any]) -> Iterator[Decision]:
     for part, chosen in stage.acting.items():
         for decision in decisions(OURS.parts[part]).values():
@@ -103,9 +124,9 @@ def nearest(seen: Sequence[Seen], who: str) -> Nearest:
     """Return the named recipe that has most bits, and what it leaves unexplained."""
     stage = seen[0].probe.stage
     named = [r for r in ALL.values() if stage.described_by(r)] or [NO_ROUNDING]
-    one = next((s for s in seen if not any(s.matching([r]) for r in named)), seen[0])
-    recipe = max(named, key=lambda r: one.equal(r)[0])
-    equal, of = one.equal(recipe)
+    recipe = max(named, key=lambda r: sum(one.equal(r)[0] for one in seen))
+    one = next(one for one in seen if not one.matching([recipe]))
+    equal, of = (sum(counts) for counts in zip(*(s.equal(recipe) for s in seen), strict=True))
     about = judged(one, who)
     want = about.against(recipe)
     first = next(d for d in about.differences(want) if d.wrong)

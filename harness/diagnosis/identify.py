@@ -27,6 +27,8 @@ from moe_parity.references.recipes.ours import OURS
 
 FEW = 24
 """Rows, or tokens, on which all candidates are tried before the survivors meet the others."""
+ALIKE = 200
+"""Recipes with the same bits that are listed where not all can be."""
 KNOWN = 2048
 """Recipes whose outputs a probe keeps."""
 Field = tuple[str, str, Decision]
@@ -178,7 +180,7 @@ def _in_two(seen: Seen, base: Recipe, fields: list[Field]) -> list[Recipe]:
     quiet = muted.nonzero()[:, 0]
     seconds = _on_rows(seen, quiet, base, of_second) if quiet.numel() else []
     if not seconds:
-        return seen.matching(_near(stage, base))
+        return _climbed(seen)
     # rows on which what is left of the second step agrees tell of the first alone
     agreed = _agreed(probe, seconds)
     told = _matching_rows(seen, agreed, (_with(seconds[0], r, of_first) for r in firsts))
@@ -252,15 +254,45 @@ def _product(recipes: Iterable[Recipe], fields: Sequence[Field]) -> Iterator[Rec
                 yield made
 
 
-def _near(stage: Stage[Any], base: Recipe) -> Iterator[Recipe]:
-    """Yield the named recipes of a stage, and each with one and with two decisions changed."""
-    for recipe in ALL.values():
-        if stage.described_by(recipe):
-            yield recipe
-            for _, one in stage.neighbours(recipe):
-                yield one
-                yield from (two for _, two in stage.neighbours(one))
-    yield base
+def _climbed(seen: Seen) -> list[Recipe]:
+    """Return recipes that explain every bit, found by one better decision after the other.
+
+    From each named recipe that has most bits; then whatever single changes leave every bit as it
+    is.  Where a step with one change helps no more, two at once are tried.
+    """
+    stage = seen.probe.stage
+    named = [recipe for recipe in ALL.values() if stage.described_by(recipe)]
+    start = max(named, key=lambda recipe: seen.equal(recipe)[0])
+    best, most = start, seen.equal(start)[0]
+    of = seen.equal(start)[1]
+    while most < of:
+        ones = [changed for _, changed in stage.neighbours(best)]
+        counts = [seen.equal(changed)[0] for changed in ones]
+        if max(counts) <= most:
+            twos = (two for one in ones for _, two in stage.neighbours(one))
+            return _alike(seen, seen.matching(twos))
+        most = max(counts)
+        best = ones[counts.index(most)]
+    return _alike(seen, [best])
+
+
+def _alike(seen: Seen, found: list[Recipe]) -> list[Recipe]:
+    """Return recipes with all that single changes reach without a bit that differs."""
+    stage = seen.probe.stage
+
+    def key(recipe: Recipe) -> tuple[object, ...]:
+        return tuple(recipe.parts.get(name) for name in stage.acting)
+
+    known = {key(recipe): recipe for recipe in found}
+    edge = list(known.values())
+    while edge and len(known) < ALIKE:
+        recipe = edge.pop(0)
+        near = {key(r): r for _, r in stage.neighbours(recipe)}
+        fresh = [r for k, r in near.items() if k not in known]
+        for other in seen.matching(fresh):
+            known[key(other)] = other
+            edge.append(other)
+    return list(known.values())
 
 
 def judged(seen: Seen, who: str) -> Judged:
