@@ -44,6 +44,9 @@ class Probe:
     case: Case
     inputs: Any
     known: dict[tuple[object, ...], Bits] = field(default_factory=dict)
+    parts: dict[bytes, tuple[Probe, dict[str, Tensor]]] = field(default_factory=dict)
+    muted: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    """Rows on which the first of two steps does not matter, by the decisions it has."""
 
     def bits(self, recipe: Recipe) -> Bits:
         """Return a recipe's outputs as comparable integers, zeros in rows of nobody."""
@@ -68,9 +71,16 @@ class Probe:
         return found
 
     def some(self, chosen: Tensor) -> tuple[Probe, dict[str, Tensor]]:
-        """Return some units as a probe of their own, and where the rows of its outputs stand."""
-        part = self.stage.some(self.case, self.inputs, chosen)
-        return Probe(stage=self.stage, case=part.case, inputs=part.inputs), dict(part.rows)
+        """Return some units as a probe of their own, and where the rows of its outputs stand.
+
+        It is the same probe at every call, and keeps what it knows.
+        """
+        key = chosen.cpu().numpy().tobytes()
+        if key not in self.parts:
+            part = self.stage.some(self.case, self.inputs, chosen)
+            own = Probe(stage=self.stage, case=part.case, inputs=part.inputs)
+            self.parts[key] = own, dict(part.rows)
+        return self.parts[key]
 
     @cached_property
     def few(self) -> tuple[Probe, dict[str, Tensor]]:
@@ -176,8 +186,10 @@ def _in_two(seen: Seen, base: Recipe, fields: list[Field]) -> list[Recipe]:
     of_second = [f for f in fields if f[0] == second]
     of_first = [f for f in fields if f[0] != second]
     firsts = list(_product([base], of_first))
-    muted = _muted(probe, firsts)
-    quiet = muted.nonzero()[:, 0]
+    key = tuple(attribute for _, attribute, _ in of_first)
+    if key not in probe.muted:
+        probe.muted[key] = _muted(probe, firsts)
+    quiet = probe.muted[key].nonzero()[:, 0]
     seconds = _on_rows(seen, quiet, base, of_second) if quiet.numel() else []
     if not seconds:
         return _climbed(seen)
