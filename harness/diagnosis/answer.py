@@ -139,7 +139,9 @@ def nearest(seen: Sequence[Seen], who: str) -> Nearest:
         f"{where(one.probe.inputs, first.output, first.index)} of {one.probe.case.id}: got "
         f"{first.got}, by {recipe.name} {first.want}"
     )
-    cause = diagnose(about, (recipe,), recipe, want)
+    # a mistake may hide which recipe it is made beside
+    others = {tuple(r.parts.get(p) for p in stage.acting): r for r in [*named[::-1], recipe]}
+    cause = diagnose(about, (recipe, *others.values()), recipe, want)
     return Nearest(recipe=recipe.name, equal=equal, of=of, place=place, alone=alone, cause=cause)
 
 

@@ -141,8 +141,9 @@ class Search:
             # one mistake may be made in several ways, in the same order here and there
             same = few.get((mistake.name, mistake.words))
             here = same.pop(0) if same and mistake.local else None
+            beside = "" if recipe is self.recipe else f" beside recipe {recipe.name},"
             yield Hypothesis(
-                kind=CauseKind.MISTAKE, name=mistake.name, words=mistake.words,
+                kind=CauseKind.MISTAKE, name=mistake.name, words=mistake.words + beside,
                 outputs=mistake.outputs, few=None if here is None else here.outputs,
             )  # fmt: skip
 

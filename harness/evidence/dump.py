@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_parity.harness.calling.canonical import canonical
+from moe_parity.harness.calling.canonical import BadOutput, canonical
 from moe_parity.harness.evidence import witness
 from moe_parity.kernels import Call
 from moe_parity.references.errors import ParityError
@@ -95,7 +95,11 @@ def _own(path: Path, stage: Stage[Any], case: Case, tensors: Mapping[str, Tensor
         )
 
     call = Call(case=case, stage=stage, inputs=inputs, allocate=_NoMemory())
-    return Dump(stage=stage, case=case, inputs=inputs, outputs=canonical(str(path), call, returned))
+    try:
+        made = canonical(str(path), call, returned)
+    except BadOutput as error:
+        raise ParityError(str(error).replace(" returned ", " holds ")) from None
+    return Dump(stage=stage, case=case, inputs=inputs, outputs=made)
 
 
 class _NoMemory:
