@@ -180,6 +180,7 @@ def _cases() -> dict[str, list[Setting]]:
             large[stage],
         )  # fmt: skip
         add(stage, small, change=_biased)
+        add(stage, Case(m=66, e=2, k=2, h=256, i=256))
     add("fc1", Case(m=4, e=2, k=2, h=512, i=512))
     add("fc2", Case(m=4, e=3, k=2, h=256, i=384, values=aimed), recipe=VLLM_TRITON)
     gate = Case(m=32, i=256, clamp=9.97, values=aimed)

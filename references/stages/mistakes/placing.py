@@ -214,7 +214,7 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     """Yield copies of other rows, and rows with other scales."""
     tokens, k = inputs.ids.shape
     source = torch.arange(tokens * k, device=inputs.ids.device) // k
-    for name, words, other in routing.wrong_rows(source, tokens):
+    for name, words, other in routing.wrong_rows(source, tokens, k):
         for names, what in (
             (("codes", "scales"), ""),
             (("scales",), ", of the scales alone,"),
