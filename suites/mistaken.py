@@ -189,6 +189,7 @@ def _cases() -> dict[str, list[Setting]]:
             stage, dataclasses.replace(gate, m=8), dataclasses.replace(gate, clamp=None),
             dataclasses.replace(gate, hazard=strided),
             dataclasses.replace(gate, gate=Gate.SWIGLUOAI),
+            dataclasses.replace(gate, values=Values.SPECIAL),
         )  # fmt: skip
     add("swiglu_quant", dataclasses.replace(gate, m=160), dataclasses.replace(gate, scale=ue8m0))
     unrounded = VLLM_FUSED_SILU
