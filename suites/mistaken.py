@@ -168,7 +168,14 @@ def _cases() -> dict[str, list[Setting]]:
             stage, wide, dataclasses.replace(wide, routing=holes, **rank),
             dataclasses.replace(wide, routing=repeated, **rank),
         )  # fmt: skip
-    add("align", Case(m=3, e=8, k=2))
+        add(stage, dataclasses.replace(wide, m=96, e=10, k=2))
+    add(
+        "align",
+        Case(m=3, e=8, k=2),
+        Case(m=200, e=2, k=2),
+        Case(m=32, e=3, k=1, routing=Routing.ONE),
+    )
+    add("permute", Case(m=96, e=2, k=2, h=256))
     add("permute", Case(m=20, e=6, k=3, h=256, values=aimed, hazard=strided))
     large = {stage: CASES[stage] for stage in ("fc1", "fc2")}
     for stage, sizes in (("fc1", {"h": 384, "i": 128}), ("fc2", {"h": 256, "i": 384})):

@@ -80,13 +80,17 @@ def in_tiles(expert: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     itself where there is none.
     """
     order = torch.argsort(expert, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=order.device)
-    ordered = expert[order]
-    start = torch.searchsorted(ordered, expert)
-    rank = place - start
+    start, rank = torch.searchsorted(expert[order], expert), rank_of(expert)
     before = torch.where(rank < tile, rank, rank - tile)
     return order[start + rank // tile * tile], order[start + before]
+
+
+def rank_of(expert: Tensor) -> Tensor:
+    """Return how many pairs of its own expert stand before each pair, int64 [P]."""
+    order = torch.argsort(expert, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    return place - torch.searchsorted(expert[order], expert)
 
 
 def second_ones(ids: Tensor, owned: Tensor) -> Tensor:
