@@ -17,7 +17,7 @@ from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import Call
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import ScaleFormat
+from moe_parity.references.arithmetic.formats import ScaleFormat, bits_of, pack_ue8m0
 from moe_parity.references.language import Case, Check, Contract, Mistake, Recipe, Stage, Values
 from moe_parity.references.language.case import Gate, Hazard, InputDtype, Routing
 from moe_parity.references.recipes.ours import NO_ROUNDING, OURS
@@ -107,9 +107,12 @@ class Setting:
         """Return what the check ``exact`` says of a kernel with these outputs."""
 
         def run(call: Call) -> Any:
-            copies = {
-                name: made[name].clone() for name in self.stage.outputs(self.case, self.inputs)
-            }
+            copies = {}
+            for name, output in self.stage.outputs(self.case, self.inputs).items():
+                copies[name] = made[name].clone()
+                if output.dtype is torch.int32 and copies[name].is_floating_point():
+                    words = pack_ue8m0((bits_of(copies[name]) >> 23 & 0xFF).to(torch.uint8))
+                    copies[name] = call.new(name).copy_(words)
             return copies["out"] if self.stage.partial else copies
 
         kernel = dataclasses.replace(kernel_of(str(self.stage), run, self.recipe), contract=EXACT)
@@ -154,6 +157,7 @@ def _cases() -> dict[str, list[Setting]]:
     add(
         "act_quant", quant, dataclasses.replace(quant, scale=ue8m0),
         dataclasses.replace(quant, hazard=strided), dataclasses.replace(quant, m=160),
+        Case(m=24, h=640, values=Values.WIDE, scale=ScaleFormat.UE8M0_PACKED),
     )  # fmt: skip
     routed = Case(m=20, e=6, k=3)
     for stage in ("align", "permute"):
@@ -164,7 +168,14 @@ def _cases() -> dict[str, list[Setting]]:
             stage, wide, dataclasses.replace(wide, routing=holes, **rank),
             dataclasses.replace(wide, routing=repeated, **rank),
         )  # fmt: skip
-    add("align", Case(m=3, e=8, k=2))
+        add(stage, dataclasses.replace(wide, m=96, e=10, k=2))
+    add(
+        "align",
+        Case(m=3, e=8, k=2),
+        Case(m=200, e=2, k=2),
+        Case(m=32, e=3, k=1, routing=Routing.ONE),
+    )
+    add("permute", Case(m=96, e=2, k=2, h=256))
     add("permute", Case(m=20, e=6, k=3, h=256, values=aimed, hazard=strided))
     large = {stage: CASES[stage] for stage in ("fc1", "fc2")}
     for stage, sizes in (("fc1", {"h": 384, "i": 128}), ("fc2", {"h": 256, "i": 384})):
@@ -176,6 +187,7 @@ def _cases() -> dict[str, list[Setting]]:
             large[stage],
         )  # fmt: skip
         add(stage, small, change=_biased)
+        add(stage, Case(m=66, e=2, k=2, h=256, i=256))
     add("fc1", Case(m=4, e=2, k=2, h=512, i=512))
     add("fc2", Case(m=4, e=3, k=2, h=256, i=384, values=aimed), recipe=VLLM_TRITON)
     gate = Case(m=32, i=256, clamp=9.97, values=aimed)
@@ -184,10 +196,15 @@ def _cases() -> dict[str, list[Setting]]:
             stage, dataclasses.replace(gate, m=8), dataclasses.replace(gate, clamp=None),
             dataclasses.replace(gate, hazard=strided),
             dataclasses.replace(gate, gate=Gate.SWIGLUOAI),
+            dataclasses.replace(gate, values=Values.SPECIAL),
         )  # fmt: skip
     add("swiglu_quant", dataclasses.replace(gate, m=160), dataclasses.replace(gate, scale=ue8m0))
     unrounded = VLLM_FUSED_SILU
     add("swiglu_quant", Case(m=16, i=256), recipe=unrounded)
+    add(
+        "swiglu_quant", Case(m=32, i=256, scale=ue8m0),
+        dataclasses.replace(gate, i=512, scale=ScaleFormat.UE8M0_PACKED),
+    )  # fmt: skip
     total = Case(m=12, e=8, k=8, h=256, values=aimed)
     add(
         "combine", total, dataclasses.replace(total, routing=holes, **rank),

@@ -51,8 +51,13 @@ def lost(make: Make) -> Iterator[Mistake]:
         )  # fmt: skip
     yield Mistake(
         name="last_block_lost", words="the last block of 128 columns left at zero",
-        outputs=changed(make, _without_last_block),
+        outputs=changed(make, partial(_without_last, count=BLOCK)),
     )  # fmt: skip
+    for count in (16, 32, 64):
+        yield Mistake(
+            name="last_columns_lost", words=f"the last {count} columns left at zero",
+            outputs=changed(make, partial(_without_last, count=count)),
+        )  # fmt: skip
     for step, side in ((1, "before"), (-1, "after")):
         yield Mistake(
             name="row_of_neighbour", words=f"the row {side} in a row's place", local=False,
@@ -64,9 +69,9 @@ def _without_columns(tensor: Tensor, cut: slice) -> Tensor:
     return without(tensor, (..., cut)) if tensor.dim() > 1 else tensor
 
 
-def _without_last_block(tensor: Tensor) -> Tensor:
-    wide = tensor.shape[-1] > BLOCK
-    return _without_columns(tensor, slice(-BLOCK, None) if wide else slice(0, 0))
+def _without_last(tensor: Tensor, count: int) -> Tensor:
+    wide = tensor.shape[-1] > count
+    return _without_columns(tensor, slice(-count, None) if wide else slice(0, 0))
 
 
 def rounded(exact: Callable[[], Tensor], give: Callable[[Tensor], Outputs]) -> Iterator[Mistake]:

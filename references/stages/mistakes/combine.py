@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import round_bf16, to_f32
+from moe_parity.references.arithmetic.formats import BLOCK, round_bf16, to_f32
 from moe_parity.references.arithmetic.rounding import add_rn, fma_rn, mul_rn
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.stages.mistakes import routing
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 FACTORS = (2.0, 0.5, 2.5, 1.5, 0.25, 4.0, 8.0, 0.125)
 """What a sum may be multiplied by once too often: routed_scaling_factor, 1 / k."""
+
+ONES = 8
+"""Experts, or k, up to which each is tried alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,12 @@ class Sum:
     @property
     def owned(self) -> Tensor:
         """Which pairs are owned, bool [M, k]."""
-        return (self.inputs.expert >= 0).view(self.inputs.ids.shape)
+        return self.expert >= 0
+
+    @property
+    def expert(self) -> Tensor:
+        """The local expert of each pair, int64 [M, k]."""
+        return self.inputs.expert.view(self.inputs.ids.shape)
 
 
 def mistakes(summing: Sum) -> Iterator[Mistake]:
@@ -104,7 +113,8 @@ def _of_weights(summing: Sum) -> Iterator[Mistake]:
         return
     owned = summing.owned
     share = torch.where(owned, weights, 0.0).sum(1, keepdim=True)
-    of_experts = weights.gather(1, summing.inputs.ids.long().clamp(0, weights.shape[1] - 1))
+    ids, k = summing.inputs.ids.long(), weights.shape[1]
+    of_experts, order = weights.gather(1, ids.clamp(0, k - 1)), ids.argsort(dim=1, stable=True)
     mean = torch.full_like(weights, 1.0 / weights.shape[1])
     alone: list[tuple[str, str, Tensor]] = [
         ("weights_lost", "no routing weights", torch.ones_like(weights)),
@@ -113,6 +123,10 @@ def _of_weights(summing: Sum) -> Iterator[Mistake]:
          weights / weights.sum(1, keepdim=True)),
         ("weights_normalized", "routing weights divided by the sum of those owned",
          weights / share),
+        ("weights_normalized", "routing weights divided by their sum, then rounded to BF16,",
+         round_bf16(weights / weights.sum(1, keepdim=True))),
+        ("weights_normalized", "routing weights divided by their sum, times 2.5,",
+         weights / weights.sum(1, keepdim=True) * 2.5),
         ("weights_softmax", "the softmax of the routing weights", weights.softmax(1)),
         ("weights_rounded", "routing weights rounded to BF16", round_bf16(weights)),
         ("weights_rounded", "routing weights rounded to FP16", round_f16(weights)),
@@ -123,7 +137,24 @@ def _of_weights(summing: Sum) -> Iterator[Mistake]:
         ("weight_of_neighbour", "the weight of the first pair for all of a token",
          weights[:, :1].expand(weights.shape)),
         ("weights_of_experts", "the weight at the expert's number", of_experts),
+        ("weights_of_experts", "the weight at the expert's number modulo k",
+         weights.gather(1, ids.clamp(min=0) % k)),
+        ("weights_sorted", "the weights sorted by expert, the rows not,",
+         weights.gather(1, order)),
+        ("weights_sorted", "the rows' weights taken as if they were sorted by expert",
+         torch.empty_like(weights).scatter(1, order, weights)),
     ]  # fmt: skip
+    slots, expert = torch.arange(k, device=weights.device), summing.expert
+    alone += [
+        ("weight_lost", f"a weight of 1 for k {slot}", torch.where(slots == slot, 1.0, weights))
+        for slot in range(min(k, ONES))
+    ]
+    if summing.inputs.experts <= ONES:
+        alone += [
+            ("weight_lost", f"a weight of 1 for expert {one}",
+             torch.where(expert == one, 1.0, weights))
+            for one in range(summing.inputs.experts)
+        ]  # fmt: skip
     together: list[tuple[str, str, Tensor]] = [
         ("weight_of_another_token", "the weights of the next token", weights.roll(-1, 0)),
         ("weight_of_another_token", "the weights of the previous token", weights.roll(1, 0)),
@@ -150,13 +181,17 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
     only = torch.zeros_like(owned)
     only[:, 0] = owned[:, 0]
     second = routing.second_ones(given.ids, owned.flatten()).view(owned.shape)
-    expert = given.expert.view(owned.shape)
+    once_more = routing.second_ones(given.ids.flip(1), owned.flip(1).flatten())
+    expert, local = summing.expert, (given.ids >= 0) & (given.ids < given.experts)
     past = given.ids >= given.first + given.experts
     masks: list[tuple[str, str, Tensor]] = [
         ("pair_lost", "the last pair of each token left out", last),
         ("pair_lost", "the first pair of each token left out", first),
         ("pair_lost", "all but the first pair of each token left out", only),
         ("duplicate_lost", "a token's second pair with the same expert left out", owned & ~second),
+        ("duplicate_lost", "all but a token's last pair with the same expert left out",
+         owned & ~once_more.view(owned.shape).flip(1)),
+        ("rank_ignored", "global ids taken for local ones", local),
         ("foreign_pair", "pairs added that nobody owns", torch.ones_like(owned)),
         ("foreign_pair", "pairs added whose id is negative", owned | (given.ids < 0)),
         ("foreign_pair", "pairs added whose id lies past the last expert", owned | past),
@@ -164,6 +199,17 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
          owned & (expert != given.experts - 1)),
         ("first_expert_lost", "pairs of expert 0 left out", owned & (expert != 0)),
     ]  # fmt: skip
+    slot = torch.arange(k, device=owned.device)
+    masks += [
+        ("pair_lost", f"all but the first {count} pairs of each token left out",
+         owned & (slot < count))
+        for count in (2, 4)
+    ]  # fmt: skip
+    if given.experts <= ONES:
+        masks += [
+            ("expert_lost", f"the pairs of expert {one} left out", owned & (expert != one))
+            for one in range(1, given.experts - 1)
+        ]
     for name, words, mask in masks:
         if bool((mask != owned).any()):
             other = torch.where(mask.flatten(), given.expert.clamp(min=0), -1)
@@ -214,13 +260,33 @@ def _of_sums(summing: Sum) -> Iterator[Mistake]:
             name="narrow_accumulator", words=f"each weighted row and the sum rounded to {noun}",
             outputs=summing.given(partial(summing.total, product=way, step=way)),
         )  # fmt: skip
+    _tokens, k, columns = summing.inputs.rows.shape
+    other = list(range(k))[:: -1 if summing.ascending else 1]
+    for product, noun in ((None, "the sum"), (round_bf16, "each weighted row and the sum")):
+        yield Mistake(
+            name="narrow_accumulator",
+            words=f"rows added in the other order of k, and {noun} rounded to BF16",
+            outputs=summing.given(
+                partial(summing.total, order=other, product=product, step=round_bf16)
+            ),
+        )
     yield from _of_order(summing)
     for factor in FACTORS:
         yield Mistake(
             name="factor", words=f"the sum times {factor:g}",
             outputs=summing.given(partial(_times, summing, factor)),
         )  # fmt: skip
-    k = summing.inputs.ids.shape[1]
+        if math.frexp(factor)[0] != 0.5:
+            yield Mistake(
+                name="factor", words=f"the sum times {factor:g} after its rounding to BF16",
+                outputs=summing.given(partial(_times_late, summing, factor)),
+            )  # fmt: skip
+    if columns >= 2 * BLOCK:
+        yield Mistake(
+            name="column_of_neighbour",
+            words="the last 128 columns taken from the block before",
+            outputs=summing.given(lambda: _last_block_again(summing.total())),
+        )
     yield Mistake(
         name="mean",
         words="the sum divided by k",
@@ -237,6 +303,14 @@ def _of_sums(summing: Sum) -> Iterator[Mistake]:
 
 def _times(summing: Sum, factor: float) -> Tensor:
     return summing.total() * factor
+
+
+def _times_late(summing: Sum, factor: float) -> Tensor:
+    return round_bf16(summing.total()) * factor
+
+
+def _last_block_again(total: Tensor) -> Tensor:
+    return torch.cat([total[:, :-BLOCK], total[:, -2 * BLOCK : -BLOCK]], 1)
 
 
 def _of_order(summing: Sum) -> Iterator[Mistake]:

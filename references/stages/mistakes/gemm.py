@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import BLOCK, f32_to_bf16, round_bf16, to_f32
+from moe_parity.references.arithmetic.formats import BLOCK, round_bf16
 from moe_parity.references.arithmetic.rounding import mul_rn
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Recipe
@@ -27,6 +27,7 @@ from moe_parity.references.stages.mistakes.anywhere import (
 )
 from moe_parity.references.stages.mistakes.gemm_scales import of_scales
 from moe_parity.references.stages.mistakes.gemm_steps import Gemm
+from moe_parity.references.stages.mistakes.gemm_weights import of_bias, of_weights
 
 if TYPE_CHECKING:
     from moe_parity.references.stages.gemm.stage import GroupedRows
@@ -45,14 +46,20 @@ def mistakes(
         inputs=inputs, recipe=recipe.of("gemm", GemmRecipe), weight=weight, reference=reference
     )
     yield from _of_k(made)
-    yield from of_scales(made)
+    yield from of_scales(made, gated=gated)
     yield from _of_experts(made)
     yield from _of_columns(made, gated=gated)
     yield from _of_rows(made)
     yield from _of_accumulators(made)
-    yield from _of_bias(made)
-    yield from _of_weights(made)
+    yield from of_bias(made)
+    yield from of_weights(made)
     yield from lost(made.rows(lambda rows: rows))
+
+
+BLOCKS = 8
+"""Blocks of K of which each is tried."""
+FACTORS = (0.5, 2.0, 0.25, 4.0, 2.5)
+"""What a result may be multiplied by: a format's other bias, routed_scaling_factor."""
 
 
 # --- K ------------------------------------------------------------------------------------------
@@ -84,11 +91,29 @@ def _of_k(gemm: Gemm) -> Iterator[Mistake]:
             words=f"every second block of K left out, from block {first} on,",
             outputs=gemm.of(a=without(a, (slice(None), skipped))),
         )
+    for block in range(min(-(-k // BLOCK), BLOCKS)):
+        for name, words, count in (("lost", "left out", 0), ("twice", "counted twice", 2)):
+            yield Mistake(
+                name=f"k_block_{name}", words=f"block {block} of K {words}",
+                outputs=partial(gemm.made, partial(_counted, gemm, block, count)),
+            )  # fmt: skip
     for step, side in ((1, "next"), (-1, "previous")):
         yield Mistake(
             name="k_shifted", words=f"the weights of the {side} block of K",
             outputs=gemm.of(w=gemm.inputs.w.roll(-step * BLOCK, 2)),
         )  # fmt: skip
+
+
+def _counted(gemm: Gemm, block: int, count: int) -> Tensor:
+    """Return accumulators of a K of which one block counts otherwise."""
+
+    def order(starts: list[int]) -> list[int]:
+        mine = [start for start in starts if start // BLOCK == block]
+        before = [start for start in starts if start // BLOCK < block]
+        after = [start for start in starts if start // BLOCK > block]
+        return before + mine * count + after
+
+    return gemm.chain(order=order)
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -100,13 +125,19 @@ def _of_experts(gemm: Gemm) -> Iterator[Mistake]:
     for name, words, expert in routing.wrong_experts(
         given.expert, given.ids, experts, "'s weights"
     ):
-        local = name != "expert_of_neighbour"
+        local = name not in ("expert_of_neighbour", "expert_of_tile")
         yield Mistake(name=name, words=words, outputs=gemm.of(expert=expert), local=local)
     for side, moved, _ in shifts(given.w, 0):
         yield Mistake(
             name="wrong_expert", words=f"the codes of the {side} expert's weights, its own scales,",
             outputs=gemm.of(w=moved),
         )  # fmt: skip
+    for noun, changes in (
+        ("weights", {"w": given.w & 0x7F}), ("activations", {"a": given.a & 0x7F})
+    ):  # fmt: skip
+        yield Mistake(
+            name="sign_lost", words=f"{noun} without their sign", outputs=gemm.of(**changes)
+        )
     masks = [
         ("duplicate_lost", "a token's second pair with the same expert left at zero",
          routing.second_ones(given.ids, owned)),
@@ -162,7 +193,7 @@ def _of_columns(gemm: Gemm, *, gated: bool) -> Iterator[Mistake]:
 def _of_rows(gemm: Gemm) -> Iterator[Mistake]:
     given = gemm.inputs
     tokens = given.a.shape[0]
-    for name, words, source in routing.wrong_rows(given.source, tokens):
+    for name, words, source in routing.wrong_rows(given.source, tokens, given.ids.shape[1]):
         if bool((source != given.source).any()):
             yield Mistake(
                 name=name, words=words, local=False,
@@ -206,6 +237,15 @@ def _of_accumulators(gemm: Gemm) -> Iterator[Mistake]:
             name="split_k", words=f"K cut into {parts} parts that are added last",
             outputs=of(partial(gemm.chain, parts=parts)),
         )  # fmt: skip
+        yield Mistake(
+            name="split_k", words=f"K cut into {parts} parts that are rounded to BF16 and added",
+            outputs=of(partial(gemm.chain, parts=parts, of_part=round_bf16)),
+        )  # fmt: skip
+    for factor in FACTORS:
+        yield Mistake(
+            name="factor", words=f"the result times {factor:g}",
+            outputs=of(partial(_times, gemm, factor)),
+        )  # fmt: skip
     if gemm.inputs.bias is None:
         weight = gemm.weight
 
@@ -216,50 +256,5 @@ def _of_accumulators(gemm: Gemm) -> Iterator[Mistake]:
         yield from rounded(exact, lambda rows: {"rows": rows})
 
 
-# --- bias and weights ---------------------------------------------------------------------------
-
-
-def _of_bias(gemm: Gemm) -> Iterator[Mistake]:
-    bias = gemm.inputs.bias
-    if bias is None:
-        return
-    others = (
-        ("no bias", torch.zeros_like(bias)),
-        ("the bias twice", 2.0 * bias),
-        ("the next expert's bias", bias.roll(-1, 0)),
-        ("the previous expert's bias", bias.roll(1, 0)),
-        ("the first expert's bias for all", bias[0].expand(bias.shape)),
-        ("the bias rounded to BF16", round_bf16(bias)),
-    )
-    for words, other in others:
-        yield Mistake(name="bias", words=words, outputs=gemm.of(bias=other))
-
-
-def _of_weights(gemm: Gemm) -> Iterator[Mistake]:
-    weights = gemm.inputs.weights
-    if weights is None:
-        return
-
-    def applied(weight: Tensor) -> Make:
-        return lambda: {"rows": gemm.finished(gemm.chain(), weight)}
-
-    def applied_late(weight: Tensor) -> Make:
-        return gemm.rows(lambda rows: f32_to_bf16(mul_rn(to_f32(rows), weight[:, None])))
-
-    flat = weights.flatten()
-    for words, weight in (("", flat), (" squared", mul_rn(flat, flat))):
-        if gemm.weight is None or words:
-            yield Mistake(
-                name="weights_here", words=f"routing weights{words} applied in this GEMM",
-                outputs=applied(weight),
-            )  # fmt: skip
-            yield Mistake(
-                name="weights_here",
-                words=f"routing weights{words} applied to the BF16 rows of this GEMM",
-                outputs=applied_late(weight),
-            )
-    if gemm.weight is not None:
-        yield Mistake(
-            name="weight_of_neighbour", words="the weight of the token's next pair",
-            outputs=applied(weights.roll(-1, 1).flatten()),
-        )  # fmt: skip
+def _times(gemm: Gemm, factor: float) -> Tensor:
+    return gemm.chain() * factor

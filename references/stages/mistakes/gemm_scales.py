@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import round_bf16
+from moe_parity.references.arithmetic.formats import BLOCK, round_bf16
 from moe_parity.references.arithmetic.rounding import mul_rn
 from moe_parity.references.language.mistake import Mistake
+from moe_parity.references.stages.mistakes import routing
 from moe_parity.references.stages.mistakes.anywhere import Make, reread, shifts, stored_as
 from moe_parity.references.stages.mistakes.gemm_steps import Gemm
 
 ENDS = (("first", 0), ("last", -1))
 
 
-def of_scales(gemm: Gemm) -> Iterator[Mistake]:
+TILES = (16, 32, 64)
+"""Rows of an expert that are computed together."""
+
+
+def of_scales(gemm: Gemm, *, gated: bool) -> Iterator[Mistake]:
     """Yield what may be wrong with the scales of a GEMM."""
     a, w = gemm.inputs.a_scale, gemm.inputs.w_scale
     yield from _of_operand("activations", a, lambda scale: gemm.scaled(a_scale=scale), alone=False)
@@ -51,6 +57,98 @@ def of_scales(gemm: Gemm) -> Iterator[Mistake]:
             name="scale_of_another_row", words=f"the activations' scales of the {side} row",
             outputs=gemm.scaled(a_scale=moved), local=False,
         )  # fmt: skip
+
+    yield from _of_both(gemm)
+    yield from _of_columns(gemm, gated=gated)
+    yield from _of_rows(gemm)
+
+
+def _of_both(gemm: Gemm) -> Iterator[Mistake]:
+    """Yield blocks of K that have the scales of others, of both operands alike."""
+    a, w = gemm.inputs.a_scale, gemm.inputs.w_scale
+    block = torch.arange(a.shape[1], device=a.device)
+    for count in (2, 4):
+        index = block // count * count
+        yield Mistake(
+            name="scale_of_the_first",
+            words=f"one scale of each operand for {count} blocks of K, that of the first,",
+            outputs=gemm.scaled(a.index_select(1, index), w.index_select(2, index)),
+        )
+
+    def at_the_end(at: int) -> Tensor:
+        scale = mul_rn(
+            a[gemm.inputs.source, at, None],
+            w[gemm.inputs.expert.clamp(min=0), :, at]
+            .repeat_interleave(BLOCK, 1)[:, : gemm.inputs.w.shape[1]],
+        )  # fmt: skip
+        return mul_rn(gemm.chain(a_scale=torch.ones_like(a), w_scale=torch.ones_like(w)), scale)
+
+    for words, at in ENDS:
+        yield Mistake(
+            name="scale_of_one_block",
+            words=f"both operands' scales of the {words} block for all of K",
+            outputs=gemm.scaled(_of_one(a, 1, at), _of_one(w, 2, at)),
+        )
+        yield Mistake(
+            name="scale_at_the_end",
+            words=f"all of K added unscaled, and the scales of the {words} block applied last",
+            outputs=partial(gemm.made, partial(at_the_end, at)),
+        )
+
+
+def _of_columns(gemm: Gemm, *, gated: bool) -> Iterator[Mistake]:
+    """Yield columns with the weights' scales of another block of columns."""
+    n, last = gemm.inputs.w.shape[1], gemm.inputs.w_scale.shape[1] - 1
+    column = torch.arange(n, device=gemm.inputs.w.device)
+    yield Mistake(
+        name="scale_of_64_columns", words="the weights' scales of a block counted in 64 columns",
+        outputs=gemm.scaled(columns=(column // 64).clamp(max=last)),
+    )  # fmt: skip
+    if not gated or n % 2:
+        return
+    swapped = (column + n // 2) % n
+    yield Mistake(
+        name="gate_scales_for_up", words="the weights' scales of the gate for up too",
+        outputs=gemm.scaled(columns=column % (n // 2) // BLOCK),
+    )  # fmt: skip
+    yield Mistake(
+        name="gate_up_scales_swapped", words="the weights' scales of gate and up swapped",
+        outputs=gemm.scaled(columns=swapped // BLOCK),
+    )  # fmt: skip
+    yield Mistake(
+        name="gate_up_codes_swapped",
+        words="the weights' codes of gate and up swapped, not their scales,",
+        outputs=partial(gemm.made, lambda: gemm.chain(columns=swapped // BLOCK)[:, swapped]),
+    )
+
+
+def _of_rows(gemm: Gemm) -> Iterator[Mistake]:
+    """Yield rows with the activations' scales of another row."""
+    given = gemm.inputs
+    tokens, (_, k) = given.a.shape[0], given.ids.shape
+    pair = torch.arange(given.expert.numel(), device=given.a.device)
+    rows: list[tuple[str, str, Tensor]] = []
+    if given.top_k > 1:
+        rows = [
+            ("pair_for_token", "the activations' scales at a pair's number, up to the last,",
+             pair.clamp(max=tokens - 1)),
+            ("pair_for_token", "the activations' scales at a pair's number", pair % tokens),
+        ]  # fmt: skip
+    elif k > 1:
+        rows = [("token_for_pair", "the activations' scales at a pair's token", pair // k)]
+    for tile in TILES:
+        first, before = routing.in_tiles(given.expert, tile)
+        rows += [
+            ("scale_of_another_row",
+             f"the activations' scales of the first of every {tile} rows of an expert",
+             given.source[first]),
+            ("scale_of_another_row",
+             f"the activations' scales of the row of an expert that is {tile} before",
+             given.source[before]),
+        ]  # fmt: skip
+    for name, words, other in rows:
+        if bool((other != given.source)[given.expert >= 0].any()):
+            yield Mistake(name=name, words=words, outputs=gemm.scaled(rows=other), local=False)
 
 
 def _of_operand(

@@ -40,6 +40,10 @@ class Gemm:
         """The rows without a mistake."""
         return self.finished(self.chain())
 
+    def made(self, accumulator: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of accumulators [P, N]."""
+        return {"rows": self.finished(accumulator())}
+
     def rows(self, change: Change) -> Make:
         """Return the right rows, changed."""
         return lambda: {"rows": change(self.right)}
@@ -48,9 +52,20 @@ class Gemm:
         """Return the right rows, their columns in another order."""
         return self.rows(lambda rows: rows[:, order])
 
-    def scaled(self, a_scale: Tensor | None = None, w_scale: Tensor | None = None) -> Make:
-        """Return the rows by other scales."""
-        return lambda: {"rows": self.finished(self.chain(a_scale=a_scale, w_scale=w_scale))}
+    def scaled(
+        self,
+        a_scale: Tensor | None = None,
+        w_scale: Tensor | None = None,
+        *,
+        rows: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> Make:
+        """Return the rows by other scales, or by those of other rows or columns."""
+        return lambda: {
+            "rows": self.finished(
+                self.chain(a_scale=a_scale, w_scale=w_scale, rows=rows, columns=columns)
+            )
+        }
 
     def finished(self, accumulator: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return BF16 rows of accumulators, zeros where nobody owns the pair."""
@@ -81,21 +96,29 @@ class Gemm:
         *,
         a_scale: Tensor | None = None,
         w_scale: Tensor | None = None,
+        rows: Tensor | None = None,
+        columns: Tensor | None = None,
         total: Change = lambda t: t,
         partial: Change = lambda t: t,
         order: Callable[[list[int]], list[int]] = lambda starts: starts,
         parts: int = 1,
+        of_part: Change = lambda t: t,
     ) -> Tensor:
         """Return fp32 accumulators [P, N] with other scales, or other steps between intervals.
 
-        ``partial`` rounds each dot product, ``total`` the accumulator after each step; ``order`` is
-        that of the intervals; K is cut into ``parts``, each with an accumulator of its own, which
-        are added last.
+        ``rows`` [P] are those whose activations' scales each pair takes, ``columns`` [N] the block
+        whose weights' scales each column takes.  ``partial`` rounds each dot product, ``total`` the
+        accumulator after each step; ``order`` is that of the intervals; K is cut into ``parts``,
+        each with an accumulator of its own, which ``of_part`` rounds and which are added last.
         """
         given = self.inputs
-        s_a = (given.a_scale if a_scale is None else a_scale)[given.source]
+        s_a = given.a_scale if a_scale is None else a_scale
+        s_a = s_a[given.source if rows is None else rows]
         own = (given.w_scale if w_scale is None else w_scale)[given.expert.clamp(min=0)]
-        s_b = own.repeat_interleave(BLOCK, 1)[:, : given.w.shape[1]]
+        if columns is None:
+            s_b = own.repeat_interleave(BLOCK, 1)[:, : given.w.shape[1]]
+        else:
+            s_b = own[:, columns]
         starts = order(list(self.products))
         size = max(-(-len(starts) // parts), 1)
         sums = []
@@ -104,7 +127,7 @@ class Gemm:
             for start in starts[first : first + size]:
                 p, block = partial(self.products[start]), start // BLOCK
                 acc = total(accumulate(acc, p, s_a[:, block, None], s_b[:, :, block], self.recipe))
-            sums.append(acc)
+            sums.append(of_part(acc))
         for other in sums[1:]:
             sums[0] = add_rn(sums[0], other)
         return sums[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from moe_parity.references.arithmetic.formats import CodeFormat
 from moe_parity.references.arithmetic.rounding import f32, mul_rn
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.stages.mistakes.anywhere import Change, Make, Outputs
-from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.quant.decisions import QuantRecipe, ScaleForm
 from moe_parity.references.stages.quant.reference import codes_by, maxima, scale_of
 
 
@@ -31,10 +31,36 @@ class Groups:
     recipe: QuantRecipe
     power_of_two: bool
     form: CodeFormat
+    shape: tuple[int, int]
+    """Rows and columns of a group in the tensor: one row, or those of a tile."""
+    packed: bool = False
+    """Whether four scales make one word."""
+
+    @cached_property
+    def _amax(self) -> Tensor:
+        return maxima(self.values, self.recipe)
 
     def amax(self) -> Tensor:
         """Return the maxima [G]."""
-        return maxima(self.values, self.recipe)
+        return self._amax
+
+    @property
+    def rows(self) -> Tensor:
+        """The values as rows of groups, fp32 [G, rows, columns]."""
+        down, across = self.shape
+        return self.values[:, : down * across].view(-1, down, across)
+
+    @property
+    def noun(self) -> str:
+        """What a group is called."""
+        return "group" if self.shape[0] == 1 else "tile"
+
+    def floored(self) -> Tensor:
+        """Return the maxima [G] with the recipe's floor under them."""
+        plain = dataclasses.replace(self.recipe, scale_form=ScaleForm.DIV_448)
+        return scale_of(
+            self.amax(), plain, power_of_two=False, form=dataclasses.replace(self.form, largest=1.0)
+        )
 
     def scale(self, amax: Tensor, *, power_of_two: bool | None = None) -> Tensor:
         """Return the scales [G] of some maxima."""
@@ -86,6 +112,10 @@ class Groups:
 
         return make
 
+    def by_scale(self, scale: Tensor) -> Outputs:
+        """Return the outputs by other scales, which are stored too."""
+        return self.give(self.codes_of(scale), scale)
+
     def divided(self, change: Change) -> Make:
         """Return what gives the right scales, and codes by the scales changed."""
 
@@ -111,6 +141,23 @@ class Groups:
                     yield Mistake(
                         name=name, words=words.format(f"{side} {noun}"), local=dim == 1,
                         outputs=made(partial(self.on_grid, change=moved)),
+                    )  # fmt: skip
+
+    def rows_apart(
+        self, name: str, words: str, made: Callable[[Change], Make]
+    ) -> Iterator[Mistake]:
+        """Yield a number of each group taken from another row of its block of 16 or 32 rows."""
+        row = torch.arange(self.grid[0], device=self.values.device)
+        for size in (16, 32) if self.shape[0] == 1 else ():
+            for of, index in (
+                (f"the first of every {size} rows", row // size * size),
+                (f"the row {size} before", torch.where(row < size, row, row - size)),
+            ):
+                if self.grid[0] > size:
+                    taken = partial(torch.index_select, dim=0, index=index)
+                    yield Mistake(
+                        name=name, words=words.format(of), local=False,
+                        outputs=made(partial(self.on_grid, change=taken)),
                     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ CARRIED = {
     ),
     "fc1": (
         "k_tail", "scale_of_neighbour", "scale_of_another_expert", "scale_lost", "wrong_expert",
-        "one_expert", "global_id", "gate_up_swapped", "gate_up_interleaved", "transposed_scales",
+        "global_id", "gate_up_swapped", "gate_up_interleaved", "transposed_scales",
         "narrow_accumulator", "duplicate_lost", "pair_for_token", "weights_here", "bias",
         "scale_of_the_first",
     ),
@@ -43,13 +43,13 @@ CARRIED = {
     ),
     "fc2": (
         "k_tail", "scale_of_neighbour", "scale_of_another_expert", "scale_lost", "wrong_expert",
-        "transposed_scales", "narrow_accumulator", "weights_here", "bias",
+        "transposed_scales", "narrow_accumulator", "weights_here", "bias", "token_for_pair",
     ),
     "combine": (
         "weights_lost", "weights_squared", "weights_normalized", "weight_of_neighbour", "factor",
         "mean", "pair_lost", "duplicate_lost", "foreign_pair", "narrow_accumulator", "sum_order",
         "weights_rounded", "weight_of_another_token", "last_row_lost", "last_column_lost",
-        "row_of_neighbour", "truncated",
+        "row_of_neighbour", "truncated", "rank_ignored",
     ),
 }  # fmt: skip
 """Stage -> the names of the mistakes that are carried on to the layer's output."""

@@ -19,8 +19,10 @@ from moe_parity.references.stages.mistakes.anywhere import (
     contiguous_reading,
     reread,
     shifts,
+    stored_as,
     without,
 )
+from moe_parity.references.stages.mistakes.placing_blocks import of_blocks
 from moe_parity.references.stages.routing import place
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ def _lost(inputs: RoutedRows) -> Wrong:
         ("pair_lost", "the last pair of each token left out", pair % k == k - 1),
         ("last_expert_lost", "the last expert's pairs left out", expert == inputs.experts - 1),
         ("first_expert_lost", "expert 0's pairs left out", expert == 0),
+        *(("pair_lost", f"the pairs of tokens from {token} on left out", pair // k >= token)
+          for token in (32, 33, 64, 65)),
+        *(("expert_lost", f"the pairs of experts from {power} on left out", expert >= power)
+          for power in powers_below(inputs.experts)),
     )  # fmt: skip
     for name, words, mask in masks:
         yield name, words, torch.where(mask, -1, expert)
@@ -76,17 +82,34 @@ def _foreign(inputs: RoutedRows) -> Wrong:
     for words, mask, given in masks:
         yield "foreign_pair", words, torch.where(mask, given, inputs.expert)
     in_range = (ids >= 0) & (ids <= last)
-    ignored = (
+    ignored = [
         ("global ids taken for local ones", in_range, ids),
         ("global ids taken modulo the rank's experts", ids >= 0, ids % inputs.experts),
-    )
+    ]
+    if inputs.first:
+        ignored += [
+            (f"the rank's first expert taken one too {size}", (other >= 0) & (other <= last), other)
+            for size, other in (("small", local + 1), ("large", local - 1))
+        ]
     for words, mask, given in ignored:
         yield "rank_ignored", words, torch.where(mask, given, -1)
+    if inputs.expert_map is not None:
+        ends = torch.where(ids < 0, -1, ids.clamp(max=inputs.expert_map.numel() - 1))
+        words = "ids outside of the map of experts read at its end"
+        yield "foreign_pair", words, inputs.expert_map.long()[ends]
 
 
 def _taken(inputs: RoutedRows) -> Wrong:
     """Yield pairs given to other experts."""
-    return routing.wrong_experts(inputs.expert, inputs.ids, inputs.experts, " taken")
+    yield from routing.wrong_experts(inputs.expert, inputs.ids, inputs.experts, " taken")
+    for power in powers_below(inputs.experts):
+        cut = torch.where(inputs.expert < 0, -1, inputs.expert % power)
+        yield "expert_cut", f"experts modulo {power}", cut
+
+
+def powers_below(experts: int) -> list[int]:
+    """Return the powers of two from 2 on that are less than the number of experts."""
+    return [1 << bit for bit in range(1, experts.bit_length()) if 1 << bit < experts]
 
 
 # --- alignment ----------------------------------------------------------------------------------
@@ -107,16 +130,22 @@ def of_align(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     experts: tuple[tuple[str, str, Change], ...] = (
         ("off_by_one", "the next expert named for every block", lambda e: e + 1),
         ("off_by_one", "the previous expert named for every block", lambda e: e - 1),
+        ("expert_of_neighbour", "the next expert named for all but an expert's first block",
+         _after_the_first),
+        *(("experts_lost", f"experts named for the first {count} blocks alone, zeros after them,",
+           partial(without, index=slice(count, None)))
+          for count in (4, 8)),
         ("expert_of_neighbour", "the expert of the next block named", lambda e: e.roll(-1)),
         ("expert_of_neighbour", "the expert of the previous block named", lambda e: e.roll(1)),
         ("global_id", "global ids named for the blocks", lambda e: e + inputs.first),
         ("one_expert", "expert 0 named for all blocks", torch.zeros_like),
         ("no_expert", "no expert (-1) named for the blocks", lambda e: torch.full_like(e, -1)),
-    )
+    )  # fmt: skip
     for name, words, change in experts:
         yield Mistake(
             name=name, words=words, outputs=changed(right, change, "experts"), local=False
         )
+    yield from of_blocks(inputs)
     yield Mistake(
         name="empty_expert", words="a block of padding for each expert without a pair", local=False,
         outputs=partial(_with_empty, inputs),
@@ -127,9 +156,16 @@ def of_align(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     )  # fmt: skip
 
 
+def _after_the_first(experts: Tensor) -> Tensor:
+    again = torch.zeros_like(experts, dtype=torch.bool)
+    again[1:] = experts[1:] == experts[:-1]
+    return torch.where(again, experts + 1, experts)
+
+
 def _wrong_slots(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:
     """Yield (name, words, a change of the slots)."""
     pairs, k = inputs.expert.numel(), inputs.ids.shape[1]
+    tokens = inputs.ids.shape[0]
     more = f"empty slots that hold {pairs + 1}, one more than the pairs,"
 
     def empty(number: int) -> Change:
@@ -138,13 +174,17 @@ def _wrong_slots(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:
     def filled(change: Change) -> Change:
         return lambda slots: torch.where(slots < pairs, change(slots), slots)
 
-    yield from (
+    if place(inputs.expert, inputs.experts, inputs.block).used > int((inputs.expert >= 0).sum()):
+        yield "padding", more, empty(pairs + 1)
+        for number in dict.fromkeys((0, -1, pairs - 1, tokens, tokens - 1, k, inputs.experts)):
+            if number < pairs:
+                yield "padding", f"empty slots that hold {number}", empty(number)
+    ways: tuple[tuple[str, str, Change], ...] = (
         ("token_for_pair", "tokens in the slots instead of pairs", filled(lambda s: s // k)),
         ("token_for_pair", "tokens in the slots instead of pairs, their number in empty ones,",
          lambda s: torch.where(s < pairs, s // k, pairs // k)),
-        ("padding", "empty slots that hold 0", empty(0)),
-        ("padding", "empty slots that hold -1", empty(-1)),
-        ("padding", more, empty(pairs + 1)),
+        ("pair_order", "pairs numbered k first, in the places of the others,",
+         filled(lambda s: s % k * tokens + s // k)),
         ("pair_order", "an expert's pairs in the order of k, then of tokens,",
          partial(_by_k, inputs)),
         ("pair_order", "an expert's pairs from the last to the first",
@@ -153,6 +193,7 @@ def _wrong_slots(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:
         ("off_by_one", "every slot one too far", lambda s: s.roll(1)),
         ("off_by_one", "every slot one too early", lambda s: s.roll(-1)),
     )  # fmt: skip
+    yield from ways
 
 
 def _by_k(inputs: RoutedRows, slots: Tensor) -> Tensor:
@@ -195,17 +236,30 @@ def of_permute(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     yield from _of_copies(inputs, reference)
     for name, words, change in _wrong_counts(inputs):
         yield Mistake(name=name, words=words, outputs=changed(right, change, "counts"), local=False)
-    masks = (
+    masks = [
         ("duplicate_lost", "a token's second pair with the same expert left at zero",
          routing.second_ones(inputs.ids, inputs.expert >= 0)),
         ("pair_lost", "the last pair of each expert left at zero",
          routing.last_of_each(inputs.expert, inputs.experts)),
-    )  # fmt: skip
+    ]  # fmt: skip
+    rank = routing.rank_of(inputs.expert)
+    masks += [
+        ("tile_lost", f"the rows of an expert from {tile} on left at zero",
+         (inputs.expert >= 0) & (rank >= tile))
+        for tile in (16, 32, 64)
+    ]  # fmt: skip
     for name, words, mask in masks:
         if bool(mask.any()):
             yield Mistake(
                 name=name, words=words, local=False,
                 outputs=changed(right, partial(without, index=mask), "codes", "scales"),
+            )  # fmt: skip
+    for count in (16, 32, 64, 128):
+        if inputs.codes.shape[1] > count:
+            cut = (slice(None), slice(-count, None))
+            yield Mistake(
+                name="last_columns_lost", words=f"the last {count} columns of codes left at zero",
+                outputs=changed(right, partial(without, index=cut), "codes"),
             )  # fmt: skip
     yield from of_routing(inputs, reference)
 
@@ -214,7 +268,7 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     """Yield copies of other rows, and rows with other scales."""
     tokens, k = inputs.ids.shape
     source = torch.arange(tokens * k, device=inputs.ids.device) // k
-    for name, words, other in routing.wrong_rows(source, tokens):
+    for name, words, other in routing.wrong_rows(source, tokens, k):
         for names, what in (
             (("codes", "scales"), ""),
             (("scales",), ", of the scales alone,"),
@@ -230,8 +284,12 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     ]
     scales += [
         ("transposed_scales", "transposed scales", reread(inputs.scales), False),
+        ("transposed_scales", "transposed scales (column-major memory)",
+         stored_as(inputs.scales), False),
+        ("scales_lost", "the last scale of a row left at zero",
+         without(inputs.scales, (slice(None), slice(-1, None))), True),
         ("no_scales", "no scales", torch.ones_like(inputs.scales), True),
-    ]
+    ]  # fmt: skip
     for name, words, other, own in scales:
         yield Mistake(
             name=name, words=words, local=own,
@@ -248,6 +306,8 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
 def _wrong_counts(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:
     """Yield (name, words, a change of the counts)."""
     every = inputs.ids.flatten().long().clamp(0, inputs.experts - 1)
+    owned = inputs.expert >= 0
+    once = owned & ~routing.second_ones(inputs.ids, owned)
 
     def padded(block: int) -> Change:
         return lambda counts: -(-counts // block) * block
@@ -255,6 +315,8 @@ def _wrong_counts(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:
     yield from (
         ("counts_foreign", "counts with the pairs that nobody owns",
          lambda c: torch.bincount(every, minlength=inputs.experts).int()),
+        ("counts_of_tokens", "counts of tokens, a token with an expert twice once,",
+         lambda c: torch.bincount(inputs.expert[once], minlength=inputs.experts).int()),
         ("counts_padded", "counts rounded up to blocks of 128", padded(128)),
         ("counts_padded", f"counts rounded up to blocks of {inputs.block}", padded(inputs.block)),
         ("counts_ends", "ends of the experts' rows for counts", lambda c: c.cumsum(0).int()),

@@ -62,6 +62,33 @@ def of_scales(groups: Groups) -> Iterator[Mistake]:
         "codes_by_neighbour", "codes by the scale of the {}", groups.divided
     )
 
+    yield from groups.rows_apart("scale_of_another_row", "the scale of {} stored", groups.stored)
+    yield from groups.rows_apart("codes_by_another_row", "codes by the scale of {}", groups.divided)
+    for factor, noun, size in ((2.0, "twice", "large"), (0.5, "half", "small")):
+        power = f"scales stored with an exponent one too {size}"
+        yield Mistake(
+            name="scale_factor",
+            words=power if groups.power_of_two else f"{noun} the scale stored",
+            outputs=groups.stored(partial(torch.mul, f32(factor, groups.values))),
+        )
+        if not groups.power_of_two:
+            changed = dataclasses.replace(groups.form, largest=groups.form.largest / factor)
+            yield Mistake(
+                name="scale_factor", words=f"{noun} the scale, in the codes too,",
+                outputs=dataclasses.replace(groups, form=changed).right,
+            )  # fmt: skip
+    if not groups.power_of_two:
+        yield Mistake(
+            name="narrow_scale", words="scales computed in BF16",
+            outputs=lambda: groups.by_scale(_narrow(groups)),
+        )  # fmt: skip
+
+
+def _narrow(groups: Groups) -> Tensor:
+    """Return scales of which each step is rounded to BF16."""
+    top = f32(groups.form.largest, groups.values)
+    return round_bf16(div_rn(round_bf16(groups.floored()), top))
+
 
 def _cut(x: Tensor, groups: Groups, top: float) -> Tensor:
     return groups.form.encode(x.clamp(-top, top))
@@ -116,6 +143,23 @@ def of_powers(groups: Groups) -> Iterator[Mistake]:
     )
     for name, words, way in ways:
         yield Mistake(name=name, words=words, outputs=by(way))
+    for less in (7, 8):
+        for exponent in (_exponent_less, _exponent_by_frexp):
+            yield Mistake(
+                name="exponent_less", words=f"the exponent of the maximum less {less}",
+                outputs=by(partial(exponent, groups, less)),
+            )  # fmt: skip
+
+
+def _exponent_less(groups: Groups, less: int, scale: Tensor) -> Tensor:
+    power = (bits_of(groups.floored()) & 0x7F800000) - (less << 23)
+    return from_bits(torch.where(torch.isnan(scale), bits_of(scale), power.clamp(min=1 << 23)))
+
+
+def _exponent_by_frexp(groups: Groups, less: int, scale: Tensor) -> Tensor:
+    """Infinity and NaN have the exponent 0 there."""
+    exponent = torch.frexp(groups.floored()).exponent - 1 - less
+    return torch.exp2(exponent.double()).to(scale.dtype)
 
 
 def _frexp(scale: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+FEW = 8
+"""Experts up to which each is tried for all of the others."""
+
 
 def wrong_experts(
     expert: Tensor, ids: Tensor, experts: int, taken: str
@@ -27,8 +30,6 @@ def wrong_experts(
         ("wrong_expert", before, (expert - 1) % experts),
         ("wrong_expert", f"{after}, up to the last,", (expert + 1).clamp(max=last)),
         ("wrong_expert", f"{before}, down to the first,", (expert - 1).clamp(min=0)),
-        ("one_expert", f"the first expert{taken} for all", torch.zeros_like(expert)),
-        ("one_expert", f"the last expert{taken} for all", torch.full_like(expert, last)),
         ("global_id", "the global id taken for the local one", flat % experts),
         ("global_id", "the global id taken for the local one, up to the last,",
          flat.clamp(0, last)),
@@ -38,17 +39,30 @@ def wrong_experts(
         ("expert_of_neighbour", "the expert of the next pair", expert.roll(-1)),
         ("expert_of_neighbour", "the expert of the previous pair", expert.roll(1)),
     ]  # fmt: skip
+    wrong += [
+        ("wrong_expert", f"expert {one}{taken}", torch.full_like(expert, one))
+        for one in (range(experts) if experts <= FEW else (0, last))
+    ]
+    wrong += [
+        ("expert_of_tile", f"the expert of the first of every {tile} pairs",
+         expert[pairs // tile * tile])
+        for tile in (16, 32, 64)
+    ]  # fmt: skip
     for name, words, other in wrong:
         made = torch.where(owned, other, -1)
         if bool((made != expert).any()) and bool((made[owned] >= 0).all()):
             yield name, words, made
 
 
-def wrong_rows(source: Tensor, tokens: int) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name, words, whose row each pair takes); ``source`` int64 [P] is right."""
+def wrong_rows(source: Tensor, tokens: int, k: int) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, words, whose row each pair takes); ``source`` int64 [P] is right, of k ids."""
     if tokens < 2:
         return
     pair = torch.arange(source.numel(), device=source.device)
+    for divisor in sorted({2, 4, 8, k} - {1}):
+        other = (pair // divisor).clamp(max=tokens - 1)
+        if divisor != source.numel() // tokens and bool((other != source).any()):
+            yield "another_k", f"the row at a pair's number divided by {divisor}", other
     yield from (
         ("row_of_neighbour", "the row of the next token", (source + 1) % tokens),
         ("row_of_neighbour", "the row of the previous token", (source - 1) % tokens),
@@ -57,6 +71,26 @@ def wrong_rows(source: Tensor, tokens: int) -> Iterator[tuple[str, str, Tensor]]
          pair.clamp(max=tokens - 1)),
         ("one_row", "the first token's row for all", torch.zeros_like(pair)),
     )  # fmt: skip
+
+
+def in_tiles(expert: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Return two pairs for each pair [P], both of its own expert.
+
+    They are the first in its tile of the expert's rows, and that as many rows before as a tile has,
+    itself where there is none.
+    """
+    order = torch.argsort(expert, stable=True)
+    start, rank = torch.searchsorted(expert[order], expert), rank_of(expert)
+    before = torch.where(rank < tile, rank, rank - tile)
+    return order[start + rank // tile * tile], order[start + before]
+
+
+def rank_of(expert: Tensor) -> Tensor:
+    """Return how many pairs of its own expert stand before each pair, int64 [P]."""
+    order = torch.argsort(expert, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    return place - torch.searchsorted(expert[order], expert)
 
 
 def second_ones(ids: Tensor, owned: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from moe_parity.references.stages.swiglu.silu import silu
 if TYPE_CHECKING:
     from moe_parity.references.stages.swiglu.stage import GateUpRows
 
-LIMITS = (7.0, 10.0, 1.0, 6.0, 20.0, 100.0, 448.0)
+LIMITS = (7.0, 10.0, 1.0, 6.0, 20.0, 100.0, 448.0, 2.0, 3.0, 4.0, 5.0, 8.0, 9.0, 16.0)
 """What a limit may be pinned to."""
 
 
@@ -78,11 +78,13 @@ class _Activation:
         given = self.inputs
         return swiglu(rows, self.recipe, limit=given.limit, alpha=given.alpha, beta=given.beta)
 
-    def limit(self, limit: float | None, rows: Tensor | None = None) -> Tensor:
+    def limit(
+        self, limit: float | None, rows: Tensor | None = None, beta: float | None = None
+    ) -> Tensor:
         """Return that with another limit, or none."""
         given = self.inputs
-        rows = given.rows if rows is None else rows
-        return swiglu(rows, self.recipe, limit=limit, alpha=given.alpha, beta=given.beta)
+        rows, beta = given.rows if rows is None else rows, given.beta if beta is None else beta
+        return swiglu(rows, self.recipe, limit=limit, alpha=given.alpha, beta=beta)
 
     def alpha(self, alpha: float) -> Tensor:
         """Return that with another factor in the sigmoid."""
@@ -132,6 +134,7 @@ def _of_halves(act: _Activation) -> Iterator[Wrong]:
     half = n // 2
     column = torch.arange(n, device=rows.device)
     after = torch.where(column < half, column, (column - half + 1) % half + half)
+    before = torch.where(column < half, column, (column - half - 1) % half + half)
     orders = (
         ("gate_up_swapped", "gate and up swapped", (column + half) % n),
         ("gate_up_interleaved", "gate and up read as interleaved columns",
@@ -141,13 +144,20 @@ def _of_halves(act: _Activation) -> Iterator[Wrong]:
         ("gate_twice", "the gate taken for up too", column % half),
         ("up_twice", "up taken for the gate too", column % half + half),
         ("row_shifted", "up of the next column", after),
+        ("row_shifted", "up of the previous column", before),
+        ("row_shifted", "up of the previous column", column - (column >= half).long()),
     )  # fmt: skip
     for name, words, order in orders:
         yield Wrong(name=name, words=words, rows=partial(_ordered, act, order))
     for step, side in ((1, "next"), (-1, "previous")) if rows.shape[0] > 1 else ():
+        moved = rows.roll(-step, 0)
         yield Wrong(
             name="row_of_neighbour", words=f"up of the {side} row", local=False,
-            rows=partial(act.rows, torch.cat([rows[:, :half], rows.roll(-step, 0)[:, half:]], 1)),
+            rows=partial(act.rows, torch.cat([rows[:, :half], moved[:, half:]], 1)),
+        )  # fmt: skip
+        yield Wrong(
+            name="row_of_neighbour", words=f"the gate of the {side} row", local=False,
+            rows=partial(act.rows, torch.cat([moved[:, :half], rows[:, half:]], 1)),
         )  # fmt: skip
     flat = contiguous_reading(rows)
     if flat is not None:
@@ -188,6 +198,8 @@ def _of_limited_halves(act: _Activation) -> Iterator[Wrong]:
         ("clamp_gate_below", "the gate limited from below too",
          _between(gate, high), _between(up, high)),
         ("clamp_gate_below", "the gate alone limited, from below too,", _between(gate, high), up),
+        ("nan_kept", "NaN kept by the limit",
+         gate.clamp(max=limit), up.clamp(min=-limit, max=limit)),
     )  # fmt: skip
     for name, words, left, right in ways:
         yield Wrong(name=name, words=words, rows=partial(_already_limited, act, left, right))
@@ -195,6 +207,18 @@ def _of_limited_halves(act: _Activation) -> Iterator[Wrong]:
         name="clamp_of_product", words="the limit on the product alone",
         rows=lambda: _between(act.limit(None), high),
     )  # fmt: skip
+    beta = act.inputs.beta
+    if beta:
+        early = _between(add_rn(up, f32(beta, up)), high)
+        yield Wrong(
+            name="beta_before_limit", words=f"{beta:g} added to up before the limit",
+            rows=lambda: act.limit(None, _as_rounded(_most(gate, high), early, act.recipe), 0.0),
+        )  # fmt: skip
+    if limit != int(limit):
+        yield Wrong(
+            name="limit_rounded", words=f"the limit cut to an integer, {int(limit)},",
+            rows=partial(act.limit, float(int(limit))),
+        )  # fmt: skip
     rounded_limit = float(round_bf16(high))
     if rounded_limit != limit:
         yield Wrong(
@@ -230,7 +254,7 @@ def _between(x: Tensor, high: Tensor) -> Tensor:
 
 def _of_factors(act: _Activation) -> Iterator[Wrong]:
     alpha, beta = act.inputs.alpha, act.inputs.beta
-    for value in (1.0, 1.702):
+    for value in (1.0, 1.702, 1.7):
         if value != alpha:
             words = f"a factor of {value:g} in the sigmoid instead of {alpha:g}"
             yield Wrong(name="alpha", words=words, rows=partial(act.alpha, value))
@@ -238,6 +262,24 @@ def _of_factors(act: _Activation) -> Iterator[Wrong]:
         if value != beta:
             words = f"{value:g} added to up instead of {beta:g}"
             yield Wrong(name="beta", words=words, rows=partial(act.beta, value))
+
+    if alpha != 1.0 and beta:
+        yield Wrong(
+            name="alpha_and_beta",
+            words="SwiGLU without a factor in the sigmoid or a shift of up",
+            rows=partial(
+                swiglu, act.inputs.rows, act.recipe, limit=act.inputs.limit, alpha=1.0, beta=0.0
+            ),
+        )
+    if alpha != 1.0:
+
+        def on_both(gate: Tensor) -> Tensor:
+            return silu(mul_rn(f32(alpha, gate), gate), act.recipe.silu, 1.0)
+
+        yield Wrong(
+            name="alpha", words=f"the factor of the sigmoid, {alpha:g}, on the gate itself too",
+            rows=partial(act.product, on_both),
+        )  # fmt: skip
 
 
 def _of_functions(act: _Activation) -> Iterator[Wrong]:
@@ -257,6 +299,10 @@ def _of_functions(act: _Activation) -> Iterator[Wrong]:
     def narrow_sigmoid(gate: Tensor) -> Tensor:
         return mul_rn(gate, round_bf16(sigmoid(gate)))
 
+    def narrow_rest(gate: Tensor) -> Tensor:
+        one = f32(1.0, gate)
+        return mul_rn(gate, round_bf16(one - round_bf16(sigmoid(-gate))))
+
     gelu = torch.nn.functional.gelu
     values: tuple[tuple[str, str, Change, Change | None], ...] = (
         ("no_silu", "no SiLU: the gate times up", lambda gate: gate, None),
@@ -268,6 +314,13 @@ def _of_functions(act: _Activation) -> Iterator[Wrong]:
         ("up_lost", "up left out", plain, torch.ones_like),
         ("narrow_silu", "the gate's exponential in BF16", narrow_exponential, None),
         ("narrow_silu", "the gate's sigmoid rounded to BF16", narrow_sigmoid, None),
+        ("narrow_silu", "one less the sigmoid of the negative gate, in BF16,", narrow_rest, None),
+        (
+            "gate_copied",
+            "the gate copied, without SiLU and up,",
+            lambda gate: gate,
+            torch.ones_like,
+        ),
     )
     for name, words, value, other in values:
         yield Wrong(name=name, words=words, rows=partial(act.product, value, other=other))
@@ -275,6 +328,8 @@ def _of_functions(act: _Activation) -> Iterator[Wrong]:
         ("product_fp16", "the product rounded to FP16", round_f16),
         ("product_rounded_twice", "the product rounded to FP16 and then to BF16",
          lambda product: round_bf16(round_f16(product))),
+        ("factor", "the product times 2", lambda product: round_bf16(product * 2.0)),
+        ("factor", "the product times 0.5", lambda product: round_bf16(product * 0.5)),
         ("product_cut", "the product cut to BF16, not rounded,", _cut),
         ("product_magnitude", "the product without its sign",
          lambda product: round_bf16(product).abs()),

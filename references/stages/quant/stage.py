@@ -83,7 +83,8 @@ def groups_of(case: Case, x: Tensor, recipe: QuantRecipe) -> Groups:
 
     return Groups(
         values=x.reshape(-1, case.group), grid=grid, give=give, recipe=recipe,
-        power_of_two=case.scale.is_power_of_two, form=case.codes,
+        power_of_two=case.scale.is_power_of_two, form=case.codes, shape=(1, case.group),
+        packed=case.scale.is_packed,
     )  # fmt: skip
 
 
@@ -231,7 +232,7 @@ class WeightQuant(Stage[QuantInputs]):
             Groups(
                 values=reference.tiles_of(to_f32(inputs.x)), grid=grid, give=give,
                 recipe=recipe.of(self.name, QuantRecipe), power_of_two=case.scale.is_power_of_two,
-                form=case.codes,
+                form=case.codes, shape=(min(max(rows, 1), BLOCK), BLOCK),
             )
         )  # fmt: skip
         flat = contiguous_reading(inputs.x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -197,7 +198,23 @@ class SwigluQuant(Swiglu):
 
         for wrong in wrongs(inputs, recipe.of("swiglu", SwigluRecipe)):
             yield wrong.mistake(quantized)
-        yield from of_groups(groups_of(case, activated(inputs, recipe), part))
+        groups = groups_of(case, activated(inputs, recipe), part)
+        yield from of_groups(groups)
+        unlimited = dataclasses.replace(inputs, limit=None)
+        acting = recipe.of("swiglu", SwigluRecipe)
+        exact = dataclasses.replace(acting, product_rounding=ProductRounding.NONE)
+        others = (
+            ("limit", activated(unlimited, recipe), inputs.limit is not None),
+            ("rounding to BF16", activated(inputs, recipe.with_parts(swiglu=exact)),
+             acting.product_rounding is not ProductRounding.NONE),
+        )  # fmt: skip
+        for step, values, has in others:
+            if has:
+                amax = groups_of(case, values, part).amax()
+                yield Mistake(
+                    name="amax_too_early", words=f"the maximum taken before the {step}",
+                    outputs=partial(groups.by, amax),
+                )  # fmt: skip
 
 
 def activated(inputs: GateUpRows, recipe: Recipe) -> Tensor:
