@@ -21,12 +21,14 @@ from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.harness.diagnosis.chains import Chain
 from moe_parity.harness.diagnosis.scene import Fit, Scene
 from moe_parity.references.language import Case, Mistake, Recipe, Stage
-from moe_parity.references.language.stage import Outputs
+from moe_parity.references.language.stage import Kind, Outputs
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import LAYER
 
 PLACES = 12
 """Hypotheses that are tried place by place, those that explain most."""
+EACH = 16
+"""Ways to explain each output by a cause of its own that are kept."""
 AT_ONCE = 3
 """Mistakes at once that are looked for."""
 SECONDS = 1.0
@@ -235,11 +237,17 @@ def _each_output(search: Search) -> Cause | None:
     names = search.scene.differing
     if len(names) < 2 or not all(search.apart.get(name) for name in names):
         return None
-    chosen = [search.apart[name][0] for name in names]
-    return Cause(
-        kind=chosen[0].kind, name=" and ".join(c.name for c in chosen),
-        words=" and ".join(f"{c.words} (its {n})" for c, n in zip(chosen, names, strict=True)),
+    # a cause before its effects: scales decide codes
+    names = sorted(names, key=lambda name: search.judged.outputs[name].kind is not Kind.SCALES)
+    every = itertools.islice(itertools.product(*(search.apart[name] for name in names)), EACH)
+    first, *others = (
+        Cause(
+            kind=chosen[0].kind, name=" and ".join(c.name for c in chosen),
+            words=" and ".join(f"{c.words} (its {n})" for c, n in zip(chosen, names, strict=True)),
+        )
+        for chosen in every
     )  # fmt: skip
+    return first.among(tuple(others))
 
 
 def _each_place(search: Search) -> Cause | None:

@@ -24,6 +24,9 @@ from moe_parity.references.language import Case, Stage, parse_id
 from moe_parity.references.language.stage import Kind, Output
 from moe_parity.references.stages import stage_named
 
+PREFIX = "inputs."
+"""Before the name of an input that an output has too: ``inputs.rows`` of SwiGLU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
@@ -84,7 +87,8 @@ def _from_bits(bits: Tensor, output: Output) -> Tensor:
 
 
 def _own(path: Path, stage: Stage[Any], case: Case, tensors: Mapping[str, Tensor]) -> Dump:
-    case, inputs = stage.given(stage.check(case), tensors)
+    given = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+    case, inputs = stage.given(stage.check(case), {**tensors, **given})
     outputs = stage.outputs(case, inputs)
     inside = [name for name in outputs if name in tensors]
     returned = {name: tensors[name] for name in inside}
