@@ -138,3 +138,47 @@ def test_an_answer_is_status_0(tmp_path: Path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("combine of own.safetensors, ")
     assert "combine.order=ascending" in said
+
+
+# --- kernels that take little -------------------------------------------------------------------
+
+FILE = """
+import torch
+from moe_parity.kernels import register
+
+
+@register("only64", stage="act_quant", recipes="vllm_cuda",
+          supports=lambda case, device: None if (case.group, case.scale) == (64, "fp32") else "no.")
+def only64(call):
+    x = call.inputs.x.float().unflatten(1, (-1, 64))
+    scales = x.abs().amax(2).clamp(1e-10) / torch.tensor(448.0)
+    codes = (x / scales[..., None]).clamp(-448, 448).flatten(1)
+    return {"codes": codes.to(torch.float8_e4m3fn), "scales": scales}
+"""
+PICKY = """
+from moe_parity.kernels import register
+
+
+@register("picky", stage="act_quant", recipes="vllm_cuda")
+def picky(call):
+    raise ValueError(f"never {call.case.dtype}")
+"""
+
+
+def test_a_kernel_is_asked_for_what_it_takes(tmp_path: Path, capsys):
+    """Groups of 64 alone; no named recipe has its NaN, and the one with fewest changes is said."""
+    (tmp_path / "mine.py").write_text(FILE)
+    assert main(["identify", "only64", "--kernel", str(tmp_path / "mine.py")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("act_quant of only64, fp32 groups of 64 from f32, ")
+    assert "no named recipe, but 2 explain every bit" in said
+    assert "deepgemm with quant.floor=amax_1e-10 and quant.apply=divide" in said
+
+
+def test_a_probe_that_fails_is_said_and_left_out(tmp_path: Path, capsys):
+    (tmp_path / "mine.py").write_text(PICKY)
+    assert main(["identify", "picky", "--kernel", str(tmp_path / "mine.py")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 7
+    assert all("left out: ValueError: never" in line for line in lines[:-1])
+    assert lines[-1].startswith("parity: picky ran on no probe: it fails on fp32-f32-aimed-pool2")

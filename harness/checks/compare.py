@@ -154,4 +154,6 @@ def where(inputs: Any, output: Output, index: tuple[int, ...]) -> str:
         k = inputs.ids.shape[1] if hasattr(inputs, "ids") else inputs.batch.ids.shape[1]
         parts[0] = f"token {index[0] // k}, k {index[0] % k}"
         tail = f" (expert {int(inputs.expert[index[0]])})"
+    elif output.axes[0] == "row" and getattr(inputs, "expert", None) is not None:
+        tail = f" (expert {int(inputs.expert[index[0]])})"
     return ", ".join(parts) + tail

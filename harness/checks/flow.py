@@ -16,10 +16,11 @@ from torch import Tensor
 from moe_parity.harness.calling.canonical import BadOutput
 from moe_parity.harness.calling.poison import POISONS
 from moe_parity.harness.calling.run import Ran, other_order, run
+from moe_parity.harness.checks import memory as memories
 from moe_parity.harness.checks.compare import differences, where
 from moe_parity.harness.checks.exact import exact
 from moe_parity.harness.checks.judged import Judged
-from moe_parity.harness.checks.memory import Memory, memory
+from moe_parity.harness.checks.memory import Memory
 from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.harness.session import watch
@@ -72,7 +73,7 @@ def _again(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Me
     try:
         with other_order(kernel, case, device):
             second = run(kernel, case, inputs, poison=POISONS[1])
-        return memory(kernel, case, inputs, device, ran, second)
+        return memories.memory(kernel, case, inputs, device, ran, second)
     except BROKEN as error:
         return raised(kernel, case, error, Check.RERUN)
 
@@ -175,7 +176,10 @@ def _others(
         if Check.RERUN in checks:
             yield rerun(kernel, again)
     if Check.ROW_SUBSET in checks:
-        yield row_subset(kernel, case, device, inputs, ran)
+        verdict = row_subset(kernel, case, device, inputs, ran)
+        memory = again.cause if isinstance(again, Memory) else None
+        # what memory held explains that as well
+        yield caused(verdict, memory) if verdict.failed and memory is not None else verdict
 
 
 def finite(

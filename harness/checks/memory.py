@@ -84,7 +84,7 @@ def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, sec
     moved = next((d for d in every if d.wrong), None)
     unstable = why = ""
     if moved is not None:
-        again, why = "a second call gives other bits", "unwritten"
+        again, why = "gives other bits in a second call", "unwritten"
         if not unwritten:
             why = _why_unstable(kernel, case, inputs, device, first)
             again = UNSTABLE[why]
@@ -114,10 +114,21 @@ def _beside(kernel: Kernel, first: Ran, second: Ran) -> str:
             fault = _fate_fault(output, ran.fates.get(output.name))
             hit = output.trespass(kernel.contract.pads_zero)
             if hit is not None:
-                fault = f"writes beside {output.name}, {hit} bytes from its start"
+                fault = f"writes beside {output.name}, {_beside_words(output, hit)}"
             if fault:
                 return fault
     return ""
+
+
+def _beside_words(output: Output, hit: int) -> str:
+    """Return where a byte that was hit lies, by the rows of the output."""
+    place = f"{hit} bytes from its start"
+    if hit < 0:
+        return f"{-hit} bytes before its first row"
+    if hit >= output.owned:
+        return f"{hit - output.owned} bytes behind its last row"
+    row = output.view.stride(0) * output.view.element_size()
+    return f"in the gap behind row {hit // row}, {place}" if row else place
 
 
 def _asked(first: Ran, second: Ran) -> str:

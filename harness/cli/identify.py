@@ -8,6 +8,8 @@ looked at.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moe_parity.harness.calling.canonical import BadOutput
 from moe_parity.harness.calling.run import run as call
 from moe_parity.harness.checks.flow import BROKEN, first_line
 from moe_parity.harness.diagnosis.answer import Answer, Nearest, identify_each
@@ -25,6 +28,9 @@ from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel, load_file, select
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, ScaleFormat
+
+GROUPS = (128, 64, 32, 256)
+"""Groups that a kernel is asked for, until it takes one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,36 +128,49 @@ def of_kernel(kernel: Kernel, device: str | None = None) -> Iterator[Setting]:
             "`parity identify FILE.safetensors`."
         )
     count = 0
-    for words, cases in _formats(kernel, device):
-        found = tuple(_run(kernel, case, device) for case in cases)
-        for setting in _inside(kernel.name, words, found):
+    faults: list[str] = []
+    for words, cases in _formats(kernel, device, faults):
+        ran = (_run(kernel, case, device, faults) for case in cases)
+        found = tuple(one for one in ran if one is not None)
+        for setting in _inside(kernel.name, words, found) if found else ():
             count += 1
             yield setting
     if not count:
-        raise ParityError(
-            f"{kernel.name} takes none of the cases that {kernel.stage} is probed by."
-        )
+        why = faults[0] if faults else f"it takes no case that {kernel.stage} is probed by."
+        raise ParityError(f"{kernel.name} ran on no probe: {why}")
 
 
-def _formats(kernel: Kernel, device: str) -> Iterator[tuple[str, list[Case]]]:
-    """Yield the cases that a kernel takes, by what its recipe may depend on."""
-    found: dict[str, list[Case]] = {}
-    for scale in ScaleFormat:
-        for probe in kernel.stage.probes():
-            case = dataclasses.replace(probe, scale=scale)
-            if kernel.declines(case, device) is None:
-                words = [scale.value]
-                words += [case.dtype.value] if "dtype" in kernel.stage.reads else []
-                found.setdefault(" from ".join(words), []).append(case)
-    yield from found.items()
+def _formats(kernel: Kernel, device: str, faults: list[str]) -> Iterator[tuple[str, list[Case]]]:
+    """Yield the cases that a kernel takes, by what its recipe may depend on.
+
+    A kernel that takes no group of 128 is asked for others.
+    """
+    for group in GROUPS if "group" in kernel.stage.reads else GROUPS[:1]:
+        found: dict[str, list[Case]] = {}
+        for scale, probe in itertools.product(ScaleFormat, kernel.stage.probes()):
+            case = dataclasses.replace(probe, scale=scale, group=group)
+            refusal = kernel.declines(case, device)
+            if refusal is None:
+                words = scale.value + (f" groups of {group}" if group != GROUPS[0] else "")
+                words += f" from {case.dtype.value}" if "dtype" in kernel.stage.reads else ""
+                found.setdefault(words, []).append(case)
+            elif kernel.stage.refusal(case) is None:
+                faults.append(f"it declines {case.id}: {refusal}")
+        if found:
+            yield from found.items()
+            return
 
 
-def _run(kernel: Kernel, case: Case, device: str) -> Seen:
+def _run(kernel: Kernel, case: Case, device: str, faults: list[str]) -> Seen | None:
+    """Run a kernel on a probe; one that it fails on is said, and left out."""
     try:
         outputs = call(kernel, case, kernel.stage.inputs(case, device)).outputs
     except BROKEN as error:
-        text = f"{type(error).__name__}: {first_line(error)}"
-        raise ParityError(f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}") from None
+        own = isinstance(error, BadOutput)
+        text = str(error) if own else f"{type(error).__name__}: {first_line(error)}"
+        faults.append(f"it fails on {case.id}: {text}")
+        print(f"parity: {kernel.name} fails on {case.id}, left out: {text}", file=sys.stderr)
+        return None
     # recipes are tried on a CPU, where many small steps take less than on a GPU
     got = {name: tensor.cpu() for name, tensor in outputs.items()}
     return Seen(Probe(stage=kernel.stage, case=case, inputs=kernel.stage.inputs(case)), got)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,8 @@ class Answer:
     not_asked: tuple[str, ...] = ()
     """Decisions that no case asked for."""
     changed: tuple[str, ...] = ()
-    """Of a layer seen by its output alone: named recipes with decisions changed."""
+    """Named recipes with decisions changed: of a layer seen by its output alone all of the fewest
+    changes, else, where no named one explains every bit, the one with the fewest."""
     nearest: Nearest | None = None
 
 
@@ -96,10 +98,26 @@ def identify(seen: Sequence[Seen], who: str = "it") -> Answer:
     every = {d.name for d in _decisions(stage)}
     return Answer(
         stage=stage.name, recipes=tuple(found), names=tuple(names),
+        changed=() if names else (_fewest(named, found, fields),),
         fixed={_said(f, fields): o[0] for f, o in options.items() if len(o) == 1},
         open={_said(f, fields): o for f, o in options.items() if len(o) > 1},
         not_asked=tuple(sorted(every - {d.name for _, _, d in fields})),
     )  # fmt: skip
+
+
+def _fewest(named: Sequence[Recipe], found: Sequence[Recipe], fields: Sequence[Field]) -> str:
+    """Return the named recipe with the fewest decisions changed that explains every bit."""
+
+    def changes(name: Recipe, recipe: Recipe) -> list[str]:
+        own = [f for f in fields if f[0] in name.parts]
+        return [
+            f"{_said(f, fields)}={_option(recipe, f)}"
+            for f in own
+            if _option(name, f) != _option(recipe, f)
+        ]
+
+    near = min(itertools.product(named, found), key=lambda pair: len(changes(*pair)))
+    return f"{near[0].name} with {' and '.join(changes(*near))}"
 
 
 def _option(recipe: Recipe, field: Field) -> str:
