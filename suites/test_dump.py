@@ -168,7 +168,8 @@ def picky(call):
 def test_a_kernel_is_asked_for_what_it_takes(tmp_path: Path, capsys):
     """Groups of 64 alone; no named recipe has its NaN, and the one with fewest changes is said."""
     (tmp_path / "mine.py").write_text(FILE)
-    assert main(["identify", "only64", "--kernel", str(tmp_path / "mine.py")]) == 0
+    file = str(tmp_path / "mine.py")
+    assert main(["identify", "only64", "--kernel", file, "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("act_quant of only64, fp32 groups of 64 from f32, ")
     assert "no named recipe, but 2 explain every bit" in said
@@ -177,7 +178,8 @@ def test_a_kernel_is_asked_for_what_it_takes(tmp_path: Path, capsys):
 
 def test_a_probe_that_fails_is_said_and_left_out(tmp_path: Path, capsys):
     (tmp_path / "mine.py").write_text(PICKY)
-    assert main(["identify", "picky", "--kernel", str(tmp_path / "mine.py")]) == 2
+    file = str(tmp_path / "mine.py")
+    assert main(["identify", "picky", "--kernel", file, "--device", "cpu"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 7
     assert all("left out: ValueError: never" in line for line in lines[:-1])

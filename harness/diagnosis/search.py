@@ -255,6 +255,8 @@ def _each_place(search: Search) -> Cause | None:
 
     Two mistakes at once: one for some experts, tokens or blocks of columns, one for others.
     """
+    if search.judged.stage.partial:
+        return None  # of a layer's output each trial is a whole layer
     left = {name: search.scene.bits(name)[2].clone() for name in search.scene.differing}
     chosen: list[Cause] = []
     candidates = sorted(search.tried, key=lambda entry: -_promise(search, entry))[:PLACES]
