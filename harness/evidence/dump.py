@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_parity.harness.calling.canonical import BadOutput, canonical
@@ -46,14 +45,7 @@ def read_dump(
 
     Raises ParityError, in a sentence, for a file that is none, and for tensors that do not fit.
     """
-    if not path.is_file():
-        raise ParityError(f"{path} does not exist or is not a file.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except (SafetensorError, OSError) as error:
-        raise ParityError(f"{path} is not a safetensors file: {error}.") from None
+    metadata, tensors = witness.opened(path)
     if metadata.get("schema") == witness.SCHEMA and "outputs_sha256" in metadata:
         return _of_witness(path)
     named = stage or metadata.get("stage")

@@ -176,16 +176,21 @@ def write(witness: Witness, path: Path) -> None:
         raise ParityError(f"cannot write {path}: {error.strerror}.") from error
 
 
-def read(path: Path) -> tuple[Witness, dict[str, str]]:
-    """Read a witness file; raises ParityError for anything that is not one, or was changed."""
+def opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata and the tensors of a safetensors file, or raise ParityError."""
     if not path.is_file():
         raise ParityError(f"{path} does not exist or is not a file.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            return metadata, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError) as error:
         raise ParityError(f"{path} is not a safetensors file: {error}.") from error
+
+
+def read(path: Path) -> tuple[Witness, dict[str, str]]:
+    """Read a witness file; raises ParityError for anything that is not one, or was changed."""
+    metadata, tensors = opened(path)
     schema = metadata.get("schema")
     if schema != SCHEMA:
         raise ParityError(f"{path} has witness schema {schema!r}, this version reads {SCHEMA!r}.")

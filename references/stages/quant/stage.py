@@ -88,6 +88,12 @@ def groups_of(case: Case, x: Tensor, recipe: QuantRecipe) -> Groups:
     )  # fmt: skip
 
 
+def _own(stage: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, InputDtype]:
+    """Return what is quantized of somebody's own tensors, and its type in the words of a case."""
+    x = Own(stage, tensors).take("x", 2, FLOATS)
+    return x, next(word for word in InputDtype if WORDS[word] is x.dtype)
+
+
 class ActQuant(Stage[QuantInputs]):
     """Quantize activations in groups along a row."""
 
@@ -104,8 +110,7 @@ class ActQuant(Stage[QuantInputs]):
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, QuantInputs]:
         """Take ``x`` [M, H]."""
-        x = Own(self.name, tensors).take("x", 2, FLOATS)
-        word = next(word for word in InputDtype if WORDS[word] is x.dtype)
+        x, word = _own(self.name, tensors)
         return dataclasses.replace(case, m=x.shape[0], h=x.shape[1], dtype=word), QuantInputs(x=x)
 
     def cost(self, case: Case) -> int:
@@ -187,8 +192,7 @@ class WeightQuant(Stage[QuantInputs]):
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, QuantInputs]:
         """Take ``x`` [N, K]."""
-        x = Own(self.name, tensors).take("x", 2, FLOATS)
-        word = next(word for word in InputDtype if WORDS[word] is x.dtype)
+        x, word = _own(self.name, tensors)
         return dataclasses.replace(case, i=x.shape[0], h=x.shape[1], dtype=word), QuantInputs(x=x)
 
     def cost(self, case: Case) -> int:
