@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -13,6 +14,7 @@ from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.session.watch import Overrun, current
 from moe_parity.kernels import Call, Fate, Produced
+from moe_parity.references.language import InputDtype
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import STAGES
 from moe_parity.suites.planted import CASES, Run, following, kernel_of, red, right
@@ -108,6 +110,39 @@ def test_a_kernel_that_is_not_repeatable_is_called_one(stage: str):
 
     message = exact_of(stage, red(kernel_of(stage, counts), CASES[stage]))
     assert "gives other bits when it is called again, on memory with the same contents" in message
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        (-3, "writes beside out, 12 bytes before its first row"),
+        (2 * 260 + 256, "writes beside out, in the gap behind row 2, 3104 bytes from its start"),
+        (23 * 260 + 257, "writes beside out, 4 bytes behind its last row"),
+    ],
+    ids=["before", "gap", "behind"],
+)
+def test_what_is_hit_beside_an_output_is_said_by_its_rows(offset: int, words: str):
+    """Rows of 256 fp32 numbers with a gap of four behind each."""
+    case = dataclasses.replace(CASES["combine"], dtype=InputDtype.FP32)
+
+    def hits(call: Call) -> dict[str, Tensor]:
+        out = call.new("out", (24, 256), (260, 1), torch.float32).copy_(right(call)["out"])
+        out.as_strided((1,), (1,), out.storage_offset() + offset).fill_(0)
+        return {"out": out}
+
+    assert words in red(kernel_of("combine", hits), case)["write_set"]
+
+
+def test_rows_alone_that_memory_explains_have_its_cause():
+    """One cause once: a row that depends on the workspace differs when it is called alone, too."""
+    found = {
+        v.check: v
+        for v in check(kernel_of("combine", reads_its_workspace), CASES["combine"], "cpu")
+        if v.failed
+    }
+    assert found["rerun"].cause == "poison_read"
+    assert {v.cause for v in found.values() if v.cause_kind == "memory"} == {"poison_read"}
+    assert not any(v.cause_kind == "batch" for v in found.values())
 
 
 def test_other_memory_in_a_second_call_is_a_fault():
