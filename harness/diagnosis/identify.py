@@ -27,7 +27,7 @@ from moe_parity.references.recipes.ours import OURS
 
 FEW = 24
 """Rows, or tokens, on which all candidates are tried before the survivors meet the others."""
-ALIKE = 200
+ALIKE = 64
 """Recipes with the same bits that are listed where not all can be."""
 KNOWN = 2048
 """Recipes whose outputs a probe keeps."""
