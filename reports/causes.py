@@ -211,6 +211,8 @@ def _settled(every: Sequence[Failure]) -> dict[int, Key]:
 
 
 def _group(key: Key, every: Sequence[Failure]) -> Group:
+    # what one cause alone explains says more than what several do
+    every = sorted(every, key=lambda failure: len(failure.record.alternatives))
     seen: Counter[Key] = Counter()
     turns = []
     for failure in every:

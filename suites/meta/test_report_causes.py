@@ -254,6 +254,13 @@ def test_alternatives_are_shown_and_those_of_all_failures_with_the_cause():
     assert titles(html.render(apart)) == ["quant.apply=divide another decision 2 tests"]
 
 
+def test_what_is_explained_by_one_cause_alone_is_shown_first():
+    """A case of one token may leave several; a larger one says which."""
+    unsure = [red(test, TAIL, alternatives=("other", "more")) for test in ("a", "b")]
+    (group,) = causes.groups(run_of(*unsure, red("c", TAIL)))
+    assert [failure.test for failure in group.failures] == ["c", "a", "b"]
+
+
 def test_what_one_cause_explains_is_one_row():
     """`k_tail or zeros` by two tests and `zeros` by a third: one fault, and it is `zeros`."""
     zeros = ("mistake", "zeros")
@@ -261,7 +268,7 @@ def test_what_one_cause_explains_is_one_row():
     elsewhere = red("d", TAIL, alternatives=("zeros",), kernel="other")
     run = run_of(*either, red("c", zeros), elsewhere)
     assert [(g.kind, g.name, [f.test for f in g.failures]) for g in causes.groups(run)] == [
-        (*zeros, ["a", "b", "c"]),
+        (*zeros, ["c", "a", "b"]),
         (*TAIL, ["d"]),
     ]
     assert [group.alternatives for group in causes.groups(run)] == [(), ("zeros",)]
