@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -220,9 +220,6 @@ class Part:
             ),
             want={name: scene.want[name][r] for name, r in rows.items()},
         )  # fmt: skip
-
-
-Maker = Callable[[], Outputs]
 
 
 def apart(

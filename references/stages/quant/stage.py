@@ -94,6 +94,16 @@ def _own(stage: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, InputDtype]
     return x, next(word for word in InputDtype if WORDS[word] is x.dtype)
 
 
+def _misread(stage: Stage[QuantInputs], case: Case, x: Tensor, recipe: Recipe) -> Iterator[Mistake]:
+    """Yield rows read with their length as the stride, where that is not their stride."""
+    flat = contiguous_reading(x)
+    if flat is not None:
+        yield Mistake(
+            name="row_stride", words="rows read with their length as the stride", local=False,
+            outputs=lambda: stage.reference(case, QuantInputs(x=flat), recipe),
+        )  # fmt: skip
+
+
 class ActQuant(Stage[QuantInputs]):
     """Quantize activations in groups along a row."""
 
@@ -148,12 +158,7 @@ class ActQuant(Stage[QuantInputs]):
         """Yield those of a quantizer, and rows read with their length as the stride."""
         part = recipe.of(self.name, QuantRecipe)
         yield from of_groups(groups_of(case, to_f32(inputs.x), part))
-        flat = contiguous_reading(inputs.x)
-        if flat is not None:
-            yield Mistake(
-                name="row_stride", words="rows read with their length as the stride", local=False,
-                outputs=lambda: self.reference(case, QuantInputs(x=flat), recipe),
-            )  # fmt: skip
+        yield from _misread(self, case, inputs.x, recipe)
 
     def units(self, inputs: QuantInputs) -> int:
         """Count rows."""
@@ -239,12 +244,7 @@ class WeightQuant(Stage[QuantInputs]):
                 form=case.codes, shape=(min(max(rows, 1), BLOCK), BLOCK),
             )
         )  # fmt: skip
-        flat = contiguous_reading(inputs.x)
-        if flat is not None:
-            yield Mistake(
-                name="row_stride", words="rows read with their length as the stride", local=False,
-                outputs=lambda: self.reference(case, QuantInputs(x=flat), recipe),
-            )  # fmt: skip
+        yield from _misread(self, case, inputs.x, recipe)
 
     def units(self, inputs: QuantInputs) -> int:
         """Count rows of tiles."""
