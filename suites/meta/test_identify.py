@@ -121,8 +121,8 @@ def test_both_orders_of_scales_are_told():
     """A batch of 24 and one of 65 take other tiles of fused_moe, and other orders."""
     start = "vllm-0.33.0/vllm_fused_moe_fc1-fp32-aimed"
     seen = of_witnesses(f"{start}-m24-e4-k2-h512-i256.safetensors", f"{start}-m65-e4-k2-h256.safetensors")  # fmt: skip  # noqa: E501
-    answers = {len(group): answer for group, answer in identify_each(seen)}
-    assert len(answers) == 1, "each case has an answer of its own"
+    answers = [(len(group), bool(answer.recipes)) for group, answer in identify_each(seen)]
+    assert answers == [(1, True), (1, True)], "each case has an answer of its own"
     few, many = (identify([one]) for one in seen)
     assert few.names == ("vllm_triton_swap",)
     assert "vllm_triton" in many.names
@@ -247,6 +247,13 @@ def test_one_wrong_bit_is_none():
     assert near.of - near.equal == 1
     assert near.recipe in ("ours", "ours_after")
     assert near.place.startswith("token 7, column 9 of ")
+
+
+def test_a_decision_that_does_not_act_in_a_stage_is_not_asked_for():
+    """The place of a weight acts in FC2, the order of the sum does not; no case of it has a bias."""
+    asked = {f[2].name for probe in probes(STAGES["fc2"]) for f in probe.fields}
+    assert "combine.weights_at" in asked
+    assert not asked & {"combine.order", "combine.step", "gemm.bias_at"}
 
 
 def test_decisions_that_the_inputs_do_not_tell_are_open():
