@@ -250,7 +250,7 @@ def test_one_wrong_bit_is_none():
 
 
 def test_a_decision_that_does_not_act_in_a_stage_is_not_asked_for():
-    """The place of a weight acts in FC2, the order of the sum does not; no case of it has a bias."""
+    """A weight's place acts in FC2, the order of the sum does not; no probe has a bias."""
     asked = {f[2].name for probe in probes(STAGES["fc2"]) for f in probe.fields}
     assert "combine.weights_at" in asked
     assert not asked & {"combine.order", "combine.step", "gemm.bias_at"}
