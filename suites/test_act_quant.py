@@ -59,6 +59,6 @@ def test_our_quantizer_of_activations_declines_what_it_cannot_do():
         assert kernel.declines(Case(group=group, h=h), "cpu") is None
     for group, h, sentence in (
         (32, 128, "the group must be 64 or 128, not 32."),
-        (128, 192, "K = 192 is not a multiple of the group, 128."),
+        (128, 192, "act_quant has whole groups: H = 192 is not a multiple of 128."),
     ):
         assert str(kernel.declines(Case(group=group, h=h), "cpu")) == sentence

@@ -110,9 +110,11 @@ def test_our_swiglu_declines_what_it_cannot_do():
     kernel = find("ours_swiglu_quant")
     for taken in ({}, {"i": 640}, {"scale": ScaleFormat.UE8M0}):
         assert kernel.declines(Case(**taken), "cpu") is None
-    for wrong in ({"i": 200}, {"group": 64}):
-        reason = str(kernel.declines(Case(**wrong), "cpu"))
-        assert reason == f"I = {wrong.get('i', 128)} must be a multiple of the group, 128."
+    for wrong, sentence in (
+        ({"i": 200}, "swiglu_quant has whole groups: I = 200 is not a multiple of 128."),
+        ({"group": 64}, "the group must be 128, not 64."),
+    ):
+        assert str(kernel.declines(Case(**wrong), "cpu")) == sentence
     for wrong in ({"scale": ScaleFormat.UE8M0_PACKED}, {"layout": ScaleLayout.COLUMN}):
         reason = str(kernel.declines(Case(**wrong), "cpu"))
         assert reason == "it writes row-major fp32 scales, which is what our GEMM reads."

@@ -77,7 +77,7 @@ def test_examples_of_one_check_are_one_record(suite):
     checks = {(r.scale, r.check): r for r in suite.results().checks}
     good, bad = checks["fp32", "exact"], checks["ue8m0", "exact"]
     assert good.examples == 40
-    assert good.compared == 200
+    assert good.compared == 400
     assert (good.kernel, good.clamp, good.shape) == ("mine", "7", "drawn")
     assert (bad.verdict, bad.message, bad.shape) == ("fail", "differs at 100", "m100")
     assert bad.differing > 1
@@ -197,8 +197,8 @@ def test_the_header_says_what_this_run_is(suite):
 @pytest.mark.parametrize(
     ("variables", "args", "profile"),
     [
-        pytest.param({}, (), "dev 20 False", id="default"),
-        pytest.param({"CI": "true"}, (), "ci 20 True", id="in-ci"),
+        pytest.param({}, (), "dev 40 False", id="default"),
+        pytest.param({"CI": "true"}, (), "ci 40 True", id="in-ci"),
         pytest.param({"MOE_PARITY_PROFILE": "nightly"}, (), "nightly 500 False", id="variable"),
         pytest.param({"CI": "1"}, ("--hypothesis-profile=fuzz",), "fuzz 10000 False", id="option"),
     ],

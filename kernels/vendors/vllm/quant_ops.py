@@ -22,8 +22,6 @@ _LIMITS = (-E4M3.largest, E4M3.largest)
 
 
 def _supports(case: Case, device: str) -> str | None:
-    if case.h % case.group:
-        return f"K = {case.h} is not a multiple of the group, {case.group}."
     if case.scale is ScaleFormat.UE8M0_PACKED:
         return "packed exponents are another op's: vllm_per_token_group_packed."
     if case.m == 0 and package.divides():

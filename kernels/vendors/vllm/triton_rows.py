@@ -89,8 +89,8 @@ def _supports_psum_scatter(case: Case, device: str) -> str | None:
 
 
 def _experts_too(case: Case) -> int:
-    """Count a program for each expert, whose rows are padded to 128, and those of the tokens."""
-    return PERMUTE.cost(case) + case.local_experts
+    """Count the programs of the tokens, and small ones of the experts, whose rows are padded."""
+    return PERMUTE.cost(case) + case.local_experts // 4
 
 
 def _register_scatter(name: str, *, psum: bool) -> None:
@@ -120,7 +120,7 @@ def _supports_gather(case: Case, device: str) -> str | None:
 
 def _programs(case: Case) -> int:
     """Count tokens times the largest power of two that divides the width, up to 1024 columns."""
-    return 4 * case.m * -(-case.h // min(case.h & -case.h, 1024)) * max(case.k // 4, 1)
+    return case.m * -(-case.h // min(case.h & -case.h, 1024)) * max(case.k // 4, 1)
 
 
 @register(

@@ -24,7 +24,12 @@ from moe_parity.references.stages.mistakes.swiglu import wrongs
 from moe_parity.references.stages.owned import IDS, Own
 from moe_parity.references.stages.quant.decisions import QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
-from moe_parity.references.stages.quant.stage import code_output, groups_of, scale_output
+from moe_parity.references.stages.quant.stage import (
+    code_output,
+    groups_of,
+    part_of_a_group,
+    scale_output,
+)
 from moe_parity.references.stages.swiglu import aims
 from moe_parity.references.stages.swiglu.decisions import ProductRounding, SwigluRecipe
 from moe_parity.references.stages.swiglu.pools import pool
@@ -164,6 +169,10 @@ class SwigluQuant(Swiglu):
     name = "swiglu_quant"
     reads: ClassVar[Reads] = {**Swiglu.reads, **dict.fromkeys(("scale", "layout", "group"))}
     acting: ClassVar[Acting] = {"swiglu_quant": None, "swiglu": None}
+
+    def refusal(self, case: Case) -> str | None:
+        """Refuse what has no whole groups too."""
+        return super().refusal(case) or part_of_a_group(self.name, "I", case.i, case.group)
 
     def witness_cases(self) -> Iterator[Case]:
         """Yield every format, with and without a limit."""
