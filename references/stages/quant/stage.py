@@ -29,6 +29,7 @@ from moe_parity.references.language.stage import (
     Stage,
     Subset,
 )
+from moe_parity.references.stages.hazards import surround
 from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
 from moe_parity.references.stages.mistakes.groups import Groups
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
@@ -41,6 +42,7 @@ WITNESS_SEED = 11
 WORDS = {
     InputDtype.BF16: torch.bfloat16, InputDtype.FP16: torch.float16, InputDtype.FP32: torch.float32,
 }  # fmt: skip
+PATTERNS = frozenset(Values) - {Values.SCALES}
 SPREAD = (Values.NORMAL, Values.WIDE)
 """Values of which a relative error means something."""
 
@@ -108,15 +110,17 @@ class ActQuant(Stage[QuantInputs]):
     """Quantize activations in groups along a row."""
 
     name = "act_quant"
-    reads: ClassVar[Reads] = dict.fromkeys(
-        ("m", "h", "group", "scale", "layout", "dtype", "values", "hazard", "pool")
-    )
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("m", "h", "group", "scale", "layout", "dtype", "hazard", "pool")),
+        "values": PATTERNS,
+    }
     acting: ClassVar[Acting] = {"act_quant": None}
     sizes = ("m", "h")
 
     def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
         """Return activations [m, h]."""
-        return QuantInputs(x=making.activations(self.check(case), device))
+        x = making.activations(self.check(case), device)
+        return surround(QuantInputs(x=x), case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, QuantInputs]:
         """Take ``x`` [M, H]."""
@@ -181,7 +185,8 @@ class WeightQuant(Stage[QuantInputs]):
 
     name = "weight_quant"
     reads: ClassVar[Reads] = {
-        **dict.fromkeys(("i", "h", "dtype", "values", "hazard", "pool")),
+        **dict.fromkeys(("i", "h", "dtype", "hazard", "pool")),
+        "values": PATTERNS,
         "scale": WHOLE_SCALES,
     }
     acting: ClassVar[Acting] = {"weight_quant": None}
@@ -189,7 +194,7 @@ class WeightQuant(Stage[QuantInputs]):
 
     def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
         """Return one expert's weight [i, h]."""
-        return QuantInputs(x=making.weight(self.check(case), device))
+        return surround(QuantInputs(x=making.weight(self.check(case), device)), case.hazard)
 
     def size_words(self, case: Case) -> str:
         """Return the weight's own names of its sizes."""

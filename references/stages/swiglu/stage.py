@@ -17,7 +17,7 @@ from moe_parity.references.language.case import Case, Gate, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
-from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.anywhere import lost, rounded
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.mistakes.swiglu import wrongs
@@ -79,10 +79,11 @@ class Swiglu(Stage[GateUpRows]):
             counts = torch.bincount(owner.flatten(), minlength=case.e).int()
         expert = torch.arange(case.e).repeat_interleave(counts.long())
         alpha, beta = case.gate.alpha_beta
-        return GateUpRows(
+        made = GateUpRows(
             rows=embed(_gate_up(case).to(device), case.hazard), counts=counts.to(device),
             expert=expert.to(device), limit=case.clamp, alpha=alpha, beta=beta,
         )  # fmt: skip
+        return surround(made, case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, GateUpRows]:
         """Take ``rows`` [P, 2 * I], and ``expert`` [P] where some rows are nobody's."""
