@@ -31,6 +31,7 @@ from moe_parity.references.language.stage import (
 )
 from moe_parity.references.stages.hazards import surround
 from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
+from moe_parity.references.stages.mistakes.geometry import misread
 from moe_parity.references.stages.mistakes.groups import Groups
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.owned import FLOATS, Own
@@ -97,13 +98,17 @@ def _own(stage: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, InputDtype]
 
 
 def _misread(stage: Stage[QuantInputs], case: Case, x: Tensor, recipe: Recipe) -> Iterator[Mistake]:
-    """Yield rows read with their length as the stride, where that is not their stride."""
+    """Yield rows read with their length as the stride, or from another start than theirs."""
     flat = contiguous_reading(x)
     if flat is not None:
         yield Mistake(
             name="row_stride", words="rows read with their length as the stride", local=False,
             outputs=lambda: stage.reference(case, QuantInputs(x=flat), recipe),
         )  # fmt: skip
+    yield from misread(
+        QuantInputs(x=x), lambda given: stage.reference(case, given, recipe), {"x": "rows"},
+        known=("x",),
+    )  # fmt: skip
 
 
 class ActQuant(Stage[QuantInputs]):

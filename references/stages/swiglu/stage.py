@@ -19,6 +19,7 @@ from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
 from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.anywhere import lost, rounded
+from moe_parity.references.stages.mistakes.geometry import misread
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.mistakes.swiglu import wrongs
 from moe_parity.references.stages.owned import IDS, Own
@@ -141,6 +142,13 @@ class Swiglu(Stage[GateUpRows]):
             exact = recipe.with_parts(swiglu=plain)
             yield from rounded(lambda: activated(inputs, exact), lambda rows: {"rows": rows})
         yield from lost(lambda: self.reference(case, inputs, recipe))
+        yield from self._misread(case, inputs, recipe)
+
+    def _misread(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Iterator[Mistake]:
+        def give(given: GateUpRows) -> dict[str, Tensor]:
+            return self.reference(case, given, recipe)
+
+        yield from misread(inputs, give, {"rows": "rows"}, known=("rows",))
 
     def units(self, inputs: GateUpRows) -> int:
         """Count rows."""
@@ -201,6 +209,7 @@ class SwigluQuant(Swiglu):
             yield wrong.mistake(quantized)
         groups = groups_of(case, activated(inputs, recipe), part)
         yield from of_groups(groups)
+        yield from self._misread(case, inputs, recipe)
         unlimited = dataclasses.replace(inputs, limit=None)
         acting = recipe.of("swiglu", SwigluRecipe)
         exact = dataclasses.replace(acting, product_rounding=ProductRounding.NONE)
