@@ -26,7 +26,7 @@ ORDINARY = 122
 """The lowest byte of rows whose scales are ordinary: around 1."""
 
 LARGEST = 254
-SPECIAL, NAN, SILENT = (16, 9), (16, 13), (8, 4)
+SPECIAL, NAN, SILENT = (16, 9), (16, 13), (32, 4)
 """Of how many rows which one holds a special scale, a NaN, a block of zeros beside huge scales."""
 
 
@@ -52,18 +52,21 @@ def coded(
     # Neighbours, and places with row and block exchanged, differ.
     step = (5 * block + 3 * row + block // SPREAD) % SPREAD
     byte = torch.where(base + step > LARGEST, base - step, base + step)
+    lap = row // SPECIAL[0]
+    here = block == lap % max(across, 1)
     if power_of_two:
         made = ue8m0_decode(byte.to(torch.uint8))
-        special = ue8m0_decode(torch.tensor((0, LARGEST), dtype=torch.uint8, device=device))
+        ends = ue8m0_decode(torch.tensor((0, LARGEST), dtype=torch.uint8, device=device))
+        special = ends[lap % 2]
     else:
         word = random_bits.words(seed, f"{name}/mantissa", first + rows, across, device=device)
         mantissa = (word[first:] & 0x007FFFFF) | 1
-        made = from_bits(((byte << 23) | mantissa).int())
+        low = torch.where(base == 0, (step - SPREAD // 2).clamp(min=0), byte)
+        made = from_bits(((low << 23) | mantissa).int())
         largest = torch.finfo(torch.float32).max
-        special = torch.tensor((0.0, -0.0, 2.0**-149, largest), device=device)
-    lap = row // SPECIAL[0]
-    here = block == lap % max(across, 1)
-    made = torch.where(_is(row, SPECIAL) & here, special[lap % len(special)], made)
+        ends = torch.tensor((0.0, -0.0, 2.0**-149, largest), device=device)
+        special = torch.where(lap % 2 == 1, from_bits(mantissa.int()), ends[lap // 2 % 4])
+    made = torch.where(_is(row, SPECIAL) & here, special, made)
     if nan:
         bits = torch.full_like(bits_of(made), F32_NAN_BITS)
         made = torch.where(_is(row, NAN) & here, from_bits(bits), made)
