@@ -259,15 +259,13 @@ def by_definition(made: Any, pair: int, column: int, recipe: GemmRecipe) -> floa
     for block in range(len(a) // 128):
         cut = slice(128 * block, 128 * block + 128)
         p = float(exact.dot(a[cut], w[cut], Fraction(0), "wgmma_fp8"))
-        s_a, s_b = (
-            float(made.a_scale[row, block]),
-            float(made.w_scale[expert, column // 128, block]),
-        )
-        left, right = {
-            ScaleOrder.PRODUCT_FIRST: lambda: (p, times(s_a, s_b)),
-            ScaleOrder.A_THEN_B: lambda: (times(p, s_a), s_b),
-            ScaleOrder.B_THEN_A: lambda: (times(p, s_b), s_a),
-        }[recipe.scale_order]()
+        s_a = float(made.a_scale[row, block])
+        s_b = float(made.w_scale[expert, column // 128, block])
+        left, right = p, times(s_a, s_b)
+        if recipe.scale_order is ScaleOrder.A_THEN_B:
+            left, right = times(p, s_a), s_b
+        elif recipe.scale_order is ScaleOrder.B_THEN_A:
+            left, right = times(p, s_b), s_a
         if recipe.accumulate is Accumulate.FMA:
             acc = fma(left, right, acc)
         else:
