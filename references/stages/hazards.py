@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,11 +39,12 @@ def embed(x: Tensor, hazard: Hazard) -> Tensor:
 
 def surround(inputs: InputsT, hazard: Hazard) -> InputsT:
     """Return a dataclass of inputs as the hazard wants all of its tensors, nested ones too."""
+    made: InputsT = inputs
     if hazard is Hazard.GAPS:
-        return _each(inputs, lambda t: _with_gaps(t) if t.dim() > 1 else t)
-    if hazard.offset:
-        return _each(inputs, lambda t: _moved(t, max(hazard.offset, t.element_size())))
-    return inputs
+        made = _each(inputs, lambda t: _with_gaps(t) if t.dim() > 1 else t)
+    elif hazard.offset:
+        made = _each(inputs, lambda t: _moved(t, max(hazard.offset, t.element_size())))
+    return made
 
 
 def lay(scales: Tensor, layout: ScaleLayout) -> Tensor:
@@ -61,7 +63,7 @@ def lay(scales: Tensor, layout: ScaleLayout) -> Tensor:
     return memory[..., :rows].transpose(-1, -2)
 
 
-def _each(inputs: Any, change: Any) -> Any:
+def _each(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a dataclass of which every tensor is changed."""
     made: dict[str, Any] = {}
     for field in dataclasses.fields(inputs):
