@@ -221,7 +221,7 @@ def _add_geometry(add: Callable[..., None]) -> None:
     """Add scales of every exponent, and inputs that lie elsewhere than by default."""
     lies = ({"hazard": Hazard.GAPS}, {"hazard": Hazard.OFFSET2})
     for stage in ("fc1", "fc2", "permute"):
-        case = Case(m=14, e=3, k=2, h=256, i=128 if stage == "permute" else 256)
+        case = Case(m=14, e=3, k=2, h=256, i=256 if stage == "fc2" else 128)
         extreme = dataclasses.replace(case, values=Values.SCALES)
         add(
             stage, extreme, dataclasses.replace(extreme, scale=ScaleFormat.UE8M0),
@@ -232,6 +232,7 @@ def _add_geometry(add: Callable[..., None]) -> None:
     for how in lies:
         add("align", Case(m=20, e=6, k=3, **how))
         add("combine", Case(m=12, e=8, k=8, h=256, **how))
+    add("permute", Case(m=14, e=3, k=2, h=256, hazard=Hazard.TRANSPOSED))
     add("weight_quant", Case(i=150, h=200, hazard=Hazard.OFFSET2))
     add("act_quant", Case(m=24, h=256, hazard=Hazard.OFFSET2))
     for stage in ("swiglu", "swiglu_quant"):

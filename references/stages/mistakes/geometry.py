@@ -29,15 +29,13 @@ def misread(
     """Yield what comes of inputs that are read where they do not lie.
 
     ``nouns`` says what each field is called, ``give`` makes the outputs of other inputs, ``known``
-    are fields whose strides the stage's own mistakes are about.
+    are fields that the stage's own mistakes read as if they were contiguous.
     """
     for field, noun in nouns.items():
         tensor = getattr(inputs, field)
         if tensor is None or not tensor.numel():
             continue
-        for name, words, other in _readings(field, noun, tensor):
-            if field in known and name == "row_stride":
-                continue
+        for name, words, other in _readings(field, noun, tensor, flat=field not in known):
             yield Mistake(
                 name=name, words=words, local=False,
                 outputs=partial(_given, inputs, field, other, give),
@@ -52,12 +50,18 @@ def _given(inputs: Any, field: str, other: Tensor, give: Callable[[Any], Outputs
     return give(dataclasses.replace(inputs, **changes))
 
 
-def _readings(field: str, noun: str, tensor: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+def _readings(
+    field: str, noun: str, tensor: Tensor, *, flat: bool
+) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (name, words, what is read) of other strides, other pitches and another start."""
-    flat = contiguous_reading(tensor)
-    if flat is not None:
-        name = "scale_layout_ignored" if field in SCALES else "row_stride"
-        yield name, f"{noun} read as if they were contiguous", flat
+    name = "scale_layout_ignored" if field in SCALES else "row_stride"
+    contiguous = contiguous_reading(tensor)
+    if flat and contiguous is not None:
+        yield name, f"{noun} read as if they were contiguous", contiguous
+    if tensor.dim() > 1 and tensor.stride(-1) > 1:
+        strides = (*tensor.stride()[:-1], 1)
+        near = tensor.as_strided(tensor.shape, strides, tensor.storage_offset()).clone()
+        yield name, f"{noun} read with 1 for their last stride", near
     dense = _without_padding(tensor)
     if dense is not None:
         yield "scale_padding_read", f"the padding of the columns taken for {noun}", dense
