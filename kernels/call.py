@@ -102,6 +102,30 @@ def demand_contiguous(tensor: Tensor, who: str) -> Tensor:
     return tensor
 
 
+def demand_rows(tensor: Tensor, who: str) -> Tensor:
+    """Return a tensor; raises ParityError, which refuses the call, unless its rows are contiguous.
+
+    There may be gaps between them.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ParityError(f"{who} takes contiguous rows, got strides {tensor.stride()}.")
+    return tensor
+
+
+def demand_aligned(tensor: Tensor, who: str, count: int = 16) -> Tensor:
+    """Return a tensor; raises ParityError, which refuses the call, unless it starts aligned.
+
+    A vector load of ``count`` bytes at another address is a fault of the GPU, which ends the
+    process.
+    """
+    past = tensor.data_ptr() % count
+    if past:
+        raise ParityError(
+            f"{who} takes input that starts at a multiple of {count} bytes, got one {past} past it."
+        )
+    return tensor
+
+
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))

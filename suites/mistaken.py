@@ -17,7 +17,7 @@ from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import Call
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import ScaleFormat, bits_of, pack_ue8m0
+from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout, bits_of, pack_ue8m0
 from moe_parity.references.language import Case, Check, Contract, Mistake, Recipe, Stage, Values
 from moe_parity.references.language.case import Gate, Hazard, InputDtype, Routing
 from moe_parity.references.recipes.ours import NO_ROUNDING, OURS
@@ -212,8 +212,31 @@ def _cases() -> dict[str, list[Setting]]:
         dataclasses.replace(total, dtype=InputDtype.FP32),
     )  # fmt: skip
     add("combine", total, recipe=VLLM_TRITON)
+    _add_geometry(add)
     add("layer", Case(e=4, k=2, h=256, i=256))
     return found
+
+
+def _add_geometry(add: Callable[..., None]) -> None:
+    """Add scales of every exponent, and inputs that lie elsewhere than by default."""
+    lies = ({"hazard": Hazard.GAPS}, {"hazard": Hazard.OFFSET2})
+    for stage in ("fc1", "fc2", "permute"):
+        case = Case(m=14, e=3, k=2, h=256, i=256 if stage == "fc2" else 128)
+        extreme = dataclasses.replace(case, values=Values.SCALES)
+        add(
+            stage, extreme, dataclasses.replace(extreme, scale=ScaleFormat.UE8M0),
+            dataclasses.replace(case, layout=ScaleLayout.TMA),
+            *(dataclasses.replace(case, **how) for how in lies),
+        )  # fmt: skip
+    add("fc2", *(Case(m=5, e=3, k=2, h=256, **how) for how in lies), recipe=VLLM_TRITON)
+    for how in lies:
+        add("align", Case(m=20, e=6, k=3, **how))
+        add("combine", Case(m=12, e=8, k=8, h=256, **how))
+    add("permute", Case(m=14, e=3, k=2, h=256, hazard=Hazard.TRANSPOSED))
+    add("weight_quant", Case(i=150, h=200, hazard=Hazard.OFFSET2))
+    add("act_quant", Case(m=24, h=256, hazard=Hazard.OFFSET2))
+    for stage in ("swiglu", "swiglu_quant"):
+        add(stage, Case(m=8, i=128, hazard=Hazard.OFFSET2))
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ The interpreter rounds a ``tl.fma`` twice, so what is compared is ``mul_add``.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import torch
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import E4M3, bits_of
-from moe_parity.references.language import neighbours
+from moe_parity.references.language import Case, Values, neighbours
+from moe_parity.references.stages import FC1
 from moe_parity.references.stages.gemm import reference
-from moe_parity.references.stages.gemm.decisions import Accumulate, DotUnit, GemmRecipe
+from moe_parity.references.stages.gemm.decisions import Accumulate, DotUnit, GemmRecipe, ScaleOrder
 from moe_parity.suites.interpreted import needs_interpreter
 
 BASE = GemmRecipe(accumulate=Accumulate.MUL_ADD)
@@ -59,6 +61,26 @@ def compare() -> int:
             assert not wrong, f"{wrong} of {got.numel()} outputs differ with {recipe}, NaN: {nan}"
             assert bool(torch.isnan(got).any()) == nan
             compared += got.numel()
+    return compared + on_every_scale()
+
+
+def on_every_scale() -> int:
+    """Compare on subnormal and huge scales, zeros and NaN: products that overflow, 0 times Inf."""
+    from moe_parity.references.stages.gemm import chain_triton
+
+    compared = 0
+    made = FC1.inputs(Case(m=14, e=2, k=1, h=256, i=64, values=Values.SCALES))
+    w, s_w = made.w[:, ::16].contiguous(), made.w_scale
+    for order in ScaleOrder:
+        recipe = dataclasses.replace(BASE, scale_order=order)
+        got = chain_triton.grouped(made.a, made.a_scale, w, s_w, made.expert, recipe)
+        want = reference.grouped_plain(made.a, made.a_scale, w, s_w, made.expert, recipe)
+        nan = torch.isnan(want)
+        assert bool(nan.any() and torch.isinf(want).any())
+        assert torch.equal(torch.isnan(got), nan), f"other NaN with {recipe}"
+        wrong = int((bits_of(got) != bits_of(want))[~nan].sum())
+        assert not wrong, f"{wrong} of {got.numel()} outputs differ with {recipe}"
+        compared += got.numel()
     return compared
 
 
@@ -70,7 +92,7 @@ def test_the_gpu_form_of_the_reference_is_the_plain_one_in_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]
-    assert int(child.stdout) == 24 * 130 + 5 * 9 * 6
+    assert int(child.stdout) == 24 * 130 + 5 * 9 * 6 + 3 * 14 * 8
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_writing_to_any_input_is_red(stage: str):
 
 # --- refusals -----------------------------------------------------------------------------------
 
-STRIDED = [name for name in STAGES if "hazard" in STAGES[name].reads]
+STRIDED = [name for name in STAGES if STAGES[name].reads.get("hazard", frozenset()) is None]
 
 
 @pytest.mark.parametrize("stage", STRIDED)

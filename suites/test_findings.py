@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -11,11 +12,21 @@ from torch import Tensor
 from moe_parity.harness.calling.run import run
 from moe_parity.harness.checks.compare import comparable
 from moe_parity.harness.checks.expect import Recorder, claim, needs
-from moe_parity.kernels import find
+from moe_parity.harness.checks.flow import check
+from moe_parity.harness.session.skips import skip_test
+from moe_parity.kernels import Kernel, find
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import f32_to_bf16, from_bits, round_bf16
 from moe_parity.references.arithmetic.rounding import ceil_pow2, div_rn, f32
-from moe_parity.references.language import Case, Recipe, ScaleFormat
+from moe_parity.references.language import (
+    Case,
+    Check,
+    Contract,
+    Hazard,
+    Recipe,
+    ScaleFormat,
+    ScaleLayout,
+)
 from moe_parity.references.recipes.vllm import (
     VLLM_BATCHED,
     VLLM_CUDA_UE8M0,
@@ -154,3 +165,35 @@ def test_tiny_groups_differ_between_vllms_two_quantizers():
         for r in (VLLM_CUDA_UE8M0, VLLM_TRITON_QUANT)
     ]
     assert scales == [2.0**-33, 2.0**-42]
+
+
+# --- strides that vLLM's kernels do not look at --------------------------------------------------
+
+
+def unguarded(monkeypatch: pytest.MonkeyPatch, name: str, module: str, guard: str) -> Kernel:
+    """Return a kernel of vLLM's whose adapter does not refuse what it would misread."""
+    kernel = find(name)
+    if absent := kernel.unavailable():
+        skip_test(absent)
+    adapter = importlib.import_module(f"moe_parity.kernels.vendors.vllm.{module}")
+    monkeypatch.setattr(adapter, guard, lambda tensor, who: tensor)
+    return dataclasses.replace(kernel, contract=Contract(checks=frozenset({Check.EXACT})))
+
+
+def test_ep_scatter_does_not_look_at_the_last_stride(monkeypatch: pytest.MonkeyPatch):
+    kernel = unguarded(monkeypatch, "vllm_ep_scatter", "triton_rows", "demand_rows")
+    case = Case(m=21, e=4, k=2, h=384)
+    for layout in (ScaleLayout.COLUMN, ScaleLayout.TMA):
+        (verdict,) = check(kernel, dataclasses.replace(case, layout=layout), "cpu")
+        assert "scale_layout_ignored" in verdict.causes
+    (verdict,) = check(kernel, dataclasses.replace(case, hazard=Hazard.TRANSPOSED), "cpu")
+    assert verdict.failed
+    (verdict,) = check(kernel, dataclasses.replace(case, hazard=Hazard.GAPS), "cpu")
+    assert not verdict.failed
+
+
+def test_fused_moe_takes_weights_with_gaps_for_contiguous_ones(monkeypatch: pytest.MonkeyPatch):
+    kernel = unguarded(monkeypatch, "vllm_fused_moe_fc2", "triton_gemm", "demand_contiguous")
+    (verdict,) = check(kernel, Case(m=10, e=3, k=2, h=128, hazard=Hazard.GAPS), "cpu")
+    assert "row_stride" in verdict.causes
+    assert verdict.message.startswith("Routing weights read as if they were contiguous in fc2")

@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_parity.references.language import Case, Gate, Hazard, InputDtype, Routing, Values
+from moe_parity.references.language import (
+    Case,
+    Gate,
+    Hazard,
+    InputDtype,
+    Routing,
+    ScaleFormat,
+    ScaleLayout,
+    Values,
+)
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.quant.aims import POOLS
 from moe_parity.references.stages.swiglu.pools import VERSIONS
@@ -51,6 +60,11 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"values": Values.SPECIAL, "dtype": InputDtype.FP32, "m": 300},
     {"hazard": Hazard.STRIDED, "dtype": InputDtype.FP32}, {"routing": Routing.HOLES, "m": 0},
     {"routing": Routing.REPEATED, "seed": 5},
+    *({"layout": one} for one in ScaleLayout),
+    {"layout": ScaleLayout.TMA, "hazard": Hazard.GAPS, "values": Values.SCALES},
+    {"layout": ScaleLayout.TMA, "hazard": Hazard.OFFSET2, "values": Values.SCALES},
+    {"values": Values.SCALES, "scale": ScaleFormat.UE8M0, "m": 40, "seed": 5},
+    {"values": Values.SCALES, "routing": Routing.HOLES, "ep_size": 2, "ep_rank": 1},
 )  # fmt: skip
 
 

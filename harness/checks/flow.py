@@ -27,7 +27,7 @@ from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.call import BadCall
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Check, Hazard, Recipe
+from moe_parity.references.language import Case, Check, Recipe
 from moe_parity.references.language.stage import Kind, Subset
 
 BROKEN = (Exception, SystemExit)
@@ -41,7 +41,7 @@ def check(
 
     ``inputs`` replace those that the stage makes of the case; ``power`` counts the outputs that
     could have been red, at the cost of one reference a mutant.  A kernel that raises has failed; it
-    may refuse input that is not contiguous, with a ParityError.
+    may refuse input that lies in memory in another way than by default, with a ParityError.
     """
     made = kernel.stage.inputs(case, device) if inputs is None else inputs
     try:
@@ -54,7 +54,7 @@ def check(
         ran = run(kernel, case, made)
     except BROKEN as error:
         refusal = isinstance(error, ParityError) and not isinstance(error, BadCall)
-        if refusal and case.hazard is not Hazard.NONE:
+        if refusal and kernel.stage.may_be_refused(case):
             reason = f"refused: {first_line(error)}"
             yield Verdict(check=Check.EXACT, verdict="skip", reason=reason)
         else:

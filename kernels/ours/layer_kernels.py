@@ -18,10 +18,11 @@ from moe_parity.kernels.ours.align_kernels import local_expert
 from moe_parity.kernels.ours.quant_kernels import scale_and_multiplier
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "a_scale_row", "a_scale_column"])
 def gemm_kernel(
     w_ptr, w_scale_ptr, a_ptr, a_scale_ptr, bias_ptr, out_ptr, slots_ptr, block_expert_ptr, pairs,
-    a_row, a_scale_row, a_scale_column,
+    a_row, a_scale_row, a_scale_column, w_expert, w_row,
+    w_scale_expert, w_scale_row, w_scale_column,
     N: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -37,11 +38,11 @@ def gemm_kernel(
     source = (pair // SHARED).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, 128)
-    w_tile = w_ptr + expert * (N * K) + n[:, None].to(tl.int64) * K + k[None, :]
+    w_tile = w_ptr + expert * w_expert + n[:, None].to(tl.int64) * w_row + k[None, :]
     a_tile = a_ptr + source[None, :] * a_row + k[:, None]
     scales_k: tl.constexpr = K // 128
-    scales_n: tl.constexpr = (N + 127) // 128
-    w_scale_row = w_scale_ptr + (expert * scales_n + tl.program_id(1) * BLOCK_N // 128) * scales_k
+    tile = (tl.program_id(1) * BLOCK_N // 128).to(tl.int64)
+    w_scales = w_scale_ptr + expert * w_scale_expert + tile * w_scale_row
     acc = tl.zeros((BLOCK_N, BLOCK), tl.float32)
     for block in range(scales_k):
         w = tl.load(w_tile, mask=(n < N)[:, None], other=0).to(tl.float8e4nv, bitcast=True)
@@ -50,7 +51,7 @@ def gemm_kernel(
         s_a = tl.load(
             a_scale_ptr + source * a_scale_row + block * a_scale_column, mask=live, other=0.0
         )
-        scale = s_a * tl.load(w_scale_row + block)
+        scale = s_a * tl.load(w_scales + block * w_scale_column)
         acc = tl.fma(partial, tl.broadcast_to(scale[None, :], (BLOCK_N, BLOCK)), acc)
         w_tile += 128
         a_tile += 128

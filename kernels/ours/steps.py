@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_parity.kernels.call import demand_contiguous
 from moe_parity.kernels.ours import align_kernels, layer_kernels
 from moe_parity.kernels.virtual_gpu import dispatch
 from moe_parity.references.errors import ParityError
@@ -96,13 +97,18 @@ def grouped_gemm(
 ) -> Tensor:
     """Return bf16 [pairs, N]: each pair's row of ``a`` times its expert's weight.
 
-    ``a`` uint8 [rows, K] with fp32 scales [rows, K / 128] in any layout, ``w`` uint8 [E, N, K] with
-    [E, ceil(N / 128), K / 128]; pair p reads row p // shared.  Rows of pairs that are in no block
-    are not written.
+    ``a`` uint8 [rows, K] with fp32 scales [rows, K / 128], ``w`` uint8 [E, N, K] with
+    [E, ceil(N / 128), K / 128]; scales have any strides, rows of codes any pitch.  Pair p reads row
+    p // shared.  Rows of pairs that are in no block are not written.
     """
     _, n, k = w.shape
-    if a.stride(1) != 1:
-        raise ParityError(f"grouped_gemm: rows of a must be contiguous, strides {a.stride()}.")
+    for name, codes in (("a", a), ("w", w)):
+        if codes.stride(-1) != 1:
+            raise ParityError(
+                f"grouped_gemm: rows of {name} must be contiguous, strides {codes.stride()}."
+            )
+    if bias is not None:
+        demand_contiguous(bias, "grouped_gemm's bias")
     if out is None:
         out = torch.empty((pairs, n), dtype=torch.bfloat16, device=a.device)
     tile = 64 if aligned.block <= 32 else 128
@@ -112,7 +118,7 @@ def grouped_gemm(
         layer_kernels.gemm_kernel, (aligned.block_expert.numel(), -(-n // tile)),
         w, w_scale, a, a_scale, w_scale if bias is None else bias, out,
         aligned.slots, aligned.block_expert, pairs,
-        a.stride(0), a_scale.stride(0), a_scale.stride(1),
+        a.stride(0), *a_scale.stride(), *w.stride()[:2], *w_scale.stride(),
         N=n, K=k, SHARED=shared, HAS_BIAS=bias is not None,
         BLOCK_N=tile, BLOCK=aligned.block, num_warps=4, num_stages=4 if tile == 64 else 3,
     )  # fmt: skip
@@ -146,6 +152,7 @@ def swiglu(
 ) -> Tensor:
     """Return bf16 [P, I] of bf16 rows [P, 2 * I], contiguous; foreign rows are not written."""
     pairs, width = rows.shape[0], _width("swiglu", rows)
+    demand_contiguous(ids, "swiglu's ids")
     if out is None:
         out = torch.empty((pairs, width), dtype=torch.bfloat16, device=rows.device)
     if pairs:
@@ -174,6 +181,7 @@ def swiglu_quant(
     Foreign rows are not written.  ``codes`` and ``scales`` are memory of the caller's, row-major.
     """
     pairs, width = rows.shape[0], _width("swiglu_quant", rows)
+    demand_contiguous(ids, "swiglu_quant's ids")
     if codes is None:
         codes = torch.empty((pairs, width), dtype=torch.uint8, device=rows.device)
     if scales is None:
@@ -204,8 +212,9 @@ def combine(
     """
     tokens, k = ids.shape
     columns = out.shape[1]
-    if not rows.is_contiguous():
-        raise ParityError(f"combine: rows must be contiguous, strides {rows.stride()}.")
+    for name, tensor in (("rows", rows), ("weights", weights), ("ids", ids)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ParityError(f"combine: {name} must be contiguous, strides {tensor.stride()}.")
     if tokens == 0:
         return
     block = min(1024, 1 << (columns - 1).bit_length())

@@ -43,6 +43,8 @@ class Values(_Word):
     """NaN, infinities, subnormals and zeros of both signs among normal values."""
     EVERY_BF16 = "everybf16"
     """All 2^16 BF16 values in order: a group is one sign and exponent, all mantissas."""
+    SCALES = "scales"
+    """Scales of every exponent, another one in each block; zeros, subnormals and NaN among them."""
 
 
 class Gate(_Word):
@@ -80,9 +82,21 @@ class Hazard(_Word):
 
     NONE = "none"
     STRIDED = "strided"
-    """The input is a view with gaps; the gaps hold the largest number."""
+    """The first input is a view with gaps; the gaps hold the largest number."""
     TRANSPOSED = "transposed"
-    """The input's rows are not contiguous."""
+    """The first input's rows are not contiguous."""
+    GAPS = "gaps"
+    """The rows of every input have gaps between them, which hold the largest number."""
+    OFFSET2 = "offset2"
+    """Every input starts 2 bytes past a multiple of 64, or its element's size if that is more."""
+    OFFSET4 = "offset4"
+    OFFSET8 = "offset8"
+    OFFSET16 = "offset16"
+
+    @property
+    def offset(self) -> int:
+        """How many bytes past a multiple of 64 every input starts; 0 where nothing is said."""
+        return int(self.value[6:]) if self.value.startswith("offset") else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +117,7 @@ class Case:
     mid_scale: ScaleFormat | None = None
     """The format of a layer's second quantization; None means the first one's."""
     layout: ScaleLayout = ScaleLayout.ROW
+    """Of the scales that a quantizer writes, or that a permutation or a GEMM reads."""
     dtype: InputDtype = InputDtype.BF16
     clamp: float | None = None
     gate: Gate = Gate.SILU

@@ -94,6 +94,8 @@ class Stage(ABC, Generic[InputsT]):
     """The parts without which a recipe says nothing about it; None for all that act."""
     sizes: ClassVar[tuple[str, ...]]
     """The sizes that say how large a case is."""
+    geometry: ClassVar[frozenset[str]] = frozenset({"hazard"})
+    """The words that say how inputs lie in memory, which a kernel may refuse."""
     partial: ClassVar[bool] = False
     """Whether a kernel may return its last output alone."""
 
@@ -127,6 +129,10 @@ class Stage(ABC, Generic[InputsT]):
         if refusal is not None:
             raise ParityError(f"{refusal}; leave it out of {case.id}.")
         return case
+
+    def may_be_refused(self, case: Case) -> bool:
+        """Whether the inputs of a case lie in memory in a way that a kernel need not take."""
+        return any(getattr(case, word) != getattr(Case(), word) for word in self.geometry)
 
     def size_words(self, case: Case) -> str:
         """Return the sizes of a case for a record: ``m33-h512``."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES
-from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.case import Case, Hazard, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Stage
 from moe_parity.references.stages.gemm.stage import operand
+from moe_parity.references.stages.hazards import surround
 from moe_parity.references.stages.mistakes import placing
 from moe_parity.references.stages.mistakes.placing_told import align_told
 from moe_parity.references.stages.owned import CODES, IDS, Own
@@ -31,7 +32,7 @@ class RoutedRows:
     codes: Tensor
     """E4M3 codes [M, H], uint8."""
     scales: Tensor
-    """fp32 [M, H / 128]."""
+    """fp32 [M, H / 128], in ``permute`` with the strides of the case's layout."""
     ids: Tensor
     """Global expert ids int32 [M, k]."""
     expert_map: Tensor | None
@@ -66,13 +67,14 @@ class Align(Stage[RoutedRows]):
         **dict.fromkeys(("m", "e", "k", "h", "ep_rank", "ep_size", "routing")),
         "scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED}),
+        "hazard": frozenset(Hazard) - {Hazard.STRIDED, Hazard.TRANSPOSED},
     }
     acting: ClassVar[Acting] = {}
     sizes: ClassVar[tuple[str, ...]] = ("m", "e", "k")
 
     def inputs(self, case: Case, device: str = "cpu") -> RoutedRows:
         """Return the routing of m tokens."""
-        return routed_rows(self.check(case), device)
+        return surround(routed_rows(self.check(case), device), case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, RoutedRows]:
         """Take ``ids`` [M, k]; ``codes`` [M, H] and ``scales`` [M, H / 128] where they matter."""

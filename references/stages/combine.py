@@ -25,7 +25,7 @@ from moe_parity.references.language.decision import Decision, Option, decided
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Part, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
-from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.combine import Sum, mistakes
 from moe_parity.references.stages.owned import IDS, Own
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert
@@ -208,11 +208,12 @@ class Combine(Stage[ExpertRows]):
         expert = local_expert(ids, case.first_expert, case.local_experts)
         made = f32_to_bf16(rows)
         made[(expert < 0).view(case.m, case.k)] = float("nan")
-        return ExpertRows(
+        given = ExpertRows(
             rows=embed(made, case.hazard), weights=weights, ids=ids,
             expert_map=expert_map(case, device), expert=expert, first=case.first_expert,
             experts=case.local_experts,
         )  # fmt: skip
+        return surround(given, case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, ExpertRows]:
         """Take ``rows`` [M, k, H]; ``weights`` [M, k] and ``ids`` [M, k] if any."""

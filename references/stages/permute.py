@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
-from moe_parity.references.language.case import Case
+from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Recipe
 from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Subset
-from moe_parity.references.stages.align import Align, RoutedRows
-from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.align import Align, RoutedRows, routed_rows
+from moe_parity.references.stages.hazards import embed, lay, surround
 from moe_parity.references.stages.mistakes import placing
 from moe_parity.references.stages.mistakes.placing_told import permute_told
 from moe_parity.references.stages.quant.stage import code_output, scale_output
@@ -28,13 +28,18 @@ class Permute(Align):
     """Copy the row and the scales of each pair that is owned."""
 
     name = "permute"
-    reads: ClassVar[Reads] = {**Align.reads, "hazard": None}
+    reads: ClassVar[Reads] = {
+        **Align.reads, "hazard": None, "layout": None,
+        "values": frozenset({Values.NORMAL, Values.AIMED, Values.SCALES}),
+    }  # fmt: skip
+    geometry = frozenset({"hazard", "layout"})
     sizes = ("m", "e", "k", "h")
 
     def inputs(self, case: Case, device: str = "cpu") -> RoutedRows:
         """Return quantized rows [m, h] and their routing."""
-        made = super().inputs(case, device)
-        return dataclasses.replace(made, codes=embed(made.codes, case.hazard))
+        made = routed_rows(self.check(case), device)
+        codes, scales = embed(made.codes, case.hazard), lay(made.scales, case.layout)
+        return surround(dataclasses.replace(made, codes=codes, scales=scales), case.hazard)
 
     def cost(self, case: Case) -> int:
         """Count pairs."""
@@ -85,7 +90,7 @@ class Permute(Align):
         """Return some tokens."""
         pairs = pairs_of(chosen, inputs.ids.shape[1])
         part = dataclasses.replace(
-            inputs, codes=inputs.codes[chosen], scales=inputs.scales[chosen],
+            inputs, codes=inputs.codes[chosen], scales=lay(inputs.scales[chosen], case.layout),
             ids=inputs.ids[chosen], expert=inputs.expert[pairs],
         )  # fmt: skip
         case = dataclasses.replace(case, m=chosen.numel())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Fate
+from moe_parity.kernels.call import Fate, demand_aligned, demand_contiguous
 from moe_parity.kernels.vendors.deepgemm.casts import unavailable as not_installed
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.errors import ParityError
@@ -126,7 +126,7 @@ def masked_fates(counts: Tensor, max_m: int) -> Tensor:
 
 
 def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> None:
-    """Raise ParityError for shapes, dtypes or strides that the kernel would misread.
+    """Raise ParityError for shapes, dtypes, strides or pointers that the kernel does not take.
 
     ``a`` [..., K] and ``w`` [..., N, K] are E4M3 codes as uint8, the scales fp32.
     """
@@ -144,6 +144,11 @@ def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> No
                 f"DeepGEMM: {name} must be {dtype} {list(shape)} with contiguous rows, got "
                 f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}."
             )
+    for name in ("w", "w_scale"):
+        demand_contiguous(wanted[name][0], f"DeepGEMM: {name}")
+    for name in ("a", "a_scale", "w"):
+        # TMA reads them, the scales where their strides suit it.
+        demand_aligned(wanted[name][0], f"DeepGEMM: {name}")
     if n % 8 or k % 16:
         raise ParityError(f"DeepGEMM: N = {n} must be a multiple of 8 and K = {k} one of 16.")
 

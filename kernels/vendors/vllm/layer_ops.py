@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
+from moe_parity.kernels.call import Call, Fate, Produced, demand_aligned, demand_contiguous
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.references.arithmetic.formats import without_missing_groups
@@ -69,7 +69,12 @@ def vllm_silu_and_mul_with_clamp(call: Call) -> Tensor:
 
 
 def _rows(call: Call) -> Tensor:
-    return demand_contiguous(call.inputs.rows, "vLLM's op")
+    return _plain(call.inputs.rows)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor that an op of vector loads may read; raises ParityError for any other."""
+    return demand_aligned(demand_contiguous(tensor, "vLLM's op"), "vLLM's op")
 
 
 def _supports_block(case: Case, device: str) -> str | None:
@@ -172,6 +177,7 @@ def _supports_align(case: Case, device: str) -> str | None:
 def vllm_moe_align_block_size(call: Call) -> Produced:
     """Call vLLM's _moe_C.moe_align_block_size, with expert_map under expert parallelism."""
     inputs, case = call.inputs, call.case
+    _plain(inputs.ids)
     block = inputs.block
     pairs = inputs.ids.numel()
     most = pairs + case.e * (block - 1)
@@ -228,7 +234,8 @@ def _supports_sum(case: Case, device: str) -> str | None:
 def vllm_moe_sum(call: Call) -> Tensor:
     """Call vLLM's _moe_C.moe_sum on rows that carry their weights."""
     inputs = call.inputs
-    rows, out = demand_contiguous(inputs.rows, "vLLM's op"), call.new("out")
+    rows, out = _plain(inputs.rows), call.new("out")
+    _plain(inputs.ids)
     op = torch.ops._moe_C.moe_sum
     mapped = inputs.expert_map
     rest = (None if mapped is None else inputs.ids, mapped)[: _arguments(op) - 2]

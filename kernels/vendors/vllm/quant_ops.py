@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call, demand_contiguous
+from moe_parity.kernels.call import Call, demand_aligned, demand_contiguous
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.references.arithmetic.formats import E4M3
@@ -19,6 +19,11 @@ from moe_parity.references.recipes.vllm import (
 
 _EPS = 1e-10
 _LIMITS = (-E4M3.largest, E4M3.largest)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return input that an op of vector loads may read; raises ParityError for any other."""
+    return demand_aligned(demand_contiguous(x, "vLLM's op"), "vLLM's op")
 
 
 def _supports(case: Case, device: str) -> str | None:
@@ -50,7 +55,7 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:
 )
 def vllm_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's _C.per_token_group_fp8_quant."""
-    x = demand_contiguous(call.inputs.x, "vLLM's op")
+    x = _plain(call.inputs.x)
     codes, scales = call.new("codes"), call.new("scales")
     torch.ops._C.per_token_group_fp8_quant(
         x, codes.view(torch.float8_e4m3fn), scales, call.case.group, _EPS, *_LIMITS,
@@ -82,7 +87,7 @@ def _supports_packed(case: Case, device: str) -> str | None:
 )
 def vllm_per_token_group_packed(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's _C.per_token_group_fp8_quant_packed."""
-    x = demand_contiguous(call.inputs.x, "vLLM's op")
+    x = _plain(call.inputs.x)
     codes, scales = call.new("codes"), call.new("scales")
     torch.ops._C.per_token_group_fp8_quant_packed(
         x,

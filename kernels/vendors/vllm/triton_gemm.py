@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call, Fate, Produced
+from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
@@ -62,6 +62,9 @@ def _fused_moe(call: Call, *, weighted: bool) -> Produced:
         MOE, "write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel",
         "get_default_config",
     )  # fmt: skip
+    if weighted and inputs.weights is not None:
+        # The launcher asserts their stride(1) alone, and the kernel reads them at the pair.
+        demand_contiguous(inputs.weights, "vLLM's fused_moe_kernel reads weights by pair: it")
     experts, n, k = inputs.w.shape
     config = file.get_default_config(case.m, experts, n, k, case.k, "fp8_w8a8", [128, 128])
     slots, owners, padded = aligned(inputs.expert, config["BLOCK_SIZE_M"])

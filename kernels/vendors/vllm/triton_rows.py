@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call, Fate, Produced
+from moe_parity.kernels.call import Call, Fate, Produced, demand_rows
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm.api import rows_of
 from moe_parity.kernels.vendors.vllm import package
@@ -38,6 +38,9 @@ def _supports_scatter(case: Case, device: str) -> str | None:
 
 def _scatter(call: Call, *, psum: bool) -> Produced:
     inputs: RoutedRows = call.inputs
+    for name in ("codes", "scales", "ids"):
+        # The launcher hands stride(1) over, and the kernel does not look at it.
+        demand_rows(getattr(inputs, name), f"vLLM's ep_scatter reads {name} by row: it")
     device, width = inputs.codes.device, inputs.codes.shape[1]
     local = inputs.expert
     placed = place(local, inputs.experts, ALIGNMENT)
@@ -136,6 +139,8 @@ def _programs(case: Case) -> int:
 def vllm_ep_gather(call: Call) -> Tensor:
     """Call vLLM's ep_gather: the top-k sum of rows in an expert-sorted buffer."""
     inputs = call.inputs
+    for name in ("ids", "weights"):
+        demand_rows(getattr(inputs, name), f"vLLM's ep_gather reads {name} by row: it")
     tokens, k, width = inputs.rows.shape
     turned = torch.arange(tokens * k, device=inputs.rows.device).flip(0)
     buffer = inputs.rows.reshape(tokens * k, width)[turned]

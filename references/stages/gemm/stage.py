@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat
+from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
@@ -20,7 +20,8 @@ from moe_parity.references.stages.combine import CombineRecipe, in_epilogue
 from moe_parity.references.stages.gemm.aims import codes, every_code, nudged
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.gemm.reference import biased, grouped, hit
-from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.gemm.scales import coded, silenced
+from moe_parity.references.stages.hazards import embed, lay, surround
 from moe_parity.references.stages.mistakes.gemm import mistakes
 from moe_parity.references.stages.owned import CODES as CODES_OF
 from moe_parity.references.stages.owned import IDS, Own
@@ -40,11 +41,11 @@ class GroupedRows:
     a: Tensor
     """E4M3 codes [T, K], uint8; a row serves ``top_k`` pairs in ``fc1``, one in ``fc2``."""
     a_scale: Tensor
-    """fp32 [T, ceil(K / 128)]."""
+    """fp32 [T, ceil(K / 128)], with the strides of the case's layout."""
     w: Tensor
     """E4M3 codes [E, N, K], uint8."""
     w_scale: Tensor
-    """fp32 [E, ceil(N / 128), ceil(K / 128)]."""
+    """fp32 [E, ceil(N / 128), ceil(K / 128)]; the last two transposed unless the layout is row."""
     ids: Tensor
     """Global expert ids int32 [M, k]."""
     expert: Tensor
@@ -69,18 +70,25 @@ class GroupedRows:
 
 
 def operand(
-    case: Case, name: str, rows: int, k: int, tall: int, device: str, negate: bool = False
+    case: Case, name: str, rows: int, k: int, tall: int, device: str, number: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return codes [rows, k] and scales [ceil(rows / tall), ceil(k / 128)].
 
-    Aimed: the second half of K is the first one, negated if asked for, and its scales are moved by
-    a few 2^-20, so that a sum over K ends in a small difference.  Codes span six binades, in pool 2
+    ``number`` is the global one of an expert whose weights they are.  ``scales``: see ``scales``.
+    Aimed: the second half of K is the first one, a weight's negated, and its scales are moved by a
+    few 2^-20, so that a sum over K ends in a small difference.  Codes span six binades, in pool 2
     all that there are, which only so tell a unit of 25 bits from the exact sum.
     """
     aimed = case.values is Values.AIMED and k % (2 * BLOCK) == 0
     half = k // 2 if aimed else k
     down, across = -(-rows // tall), -(-half // BLOCK)
     made = CODES[case.pool](case.seed, name, rows, half, device=device)
+    if case.values is Values.SCALES:
+        scale = coded(
+            case.seed, name, (number or 0) * down, down, across, device=device,
+            power_of_two=case.scale.is_power_of_two, nan=number is None,
+        )  # fmt: skip
+        return made if number is not None else silenced(made, BLOCK), scale
     scale = 1.0 + random_bits.uniform(case.seed, f"{name}/scale", down, across, device=device)
     if case.scale.is_power_of_two:
         scale = torch.exp2((4.0 * (scale - 1.0)).floor())
@@ -89,8 +97,13 @@ def operand(
     moved = scale
     if not case.scale.is_power_of_two:
         moved = scale * nudged(case.seed, f"{name}/move", down, across, device=device)
-    mirrored = made ^ 0x80 if negate else made
+    mirrored = made if number is None else made ^ 0x80
     return torch.cat([made, mirrored], 1), torch.cat([scale, moved], 1)
+
+
+def _of_weights(layout: ScaleLayout) -> ScaleLayout:
+    """Return the layout of the weights' scales: nobody pads them."""
+    return ScaleLayout.ROW if layout is ScaleLayout.ROW else ScaleLayout.COLUMN
 
 
 class _Grouped(Stage[GroupedRows]):
@@ -99,11 +112,13 @@ class _Grouped(Stage[GroupedRows]):
     reads: ClassVar[Reads] = {
         **dict.fromkeys(("m", "e", "k", "h", "i", "ep_rank", "ep_size", "routing")),
         "hazard": None,
+        "layout": None,
         "scale": WHOLE_SCALES,
-        "values": frozenset({Values.NORMAL, Values.AIMED}),
+        "values": frozenset({Values.NORMAL, Values.AIMED, Values.SCALES}),
         "pool": frozenset(CODES),
     }
     sizes = ("m", "e", "k", "h", "i")
+    geometry = frozenset({"hazard", "layout"})
     shared: ClassVar[bool]
     """Whether a row of the input serves all of its token's pairs."""
 
@@ -123,13 +138,19 @@ class _Grouped(Stage[GroupedRows]):
         shape = (count, -(-n // BLOCK), -(-k // BLOCK))
         w_scale = torch.full(shape, float("nan"), device=device)
         for index in hit(expert):
-            name = f"{self.name}/w/{case.first_expert + index}"
-            w[index], w_scale[index] = operand(case, name, n, k, BLOCK, device, negate=True)
+            number = case.first_expert + index
+            name = f"{self.name}/w/{number}"
+            w[index], w_scale[index] = operand(case, name, n, k, BLOCK, device, number)
+        if case.values is Values.SCALES:
+            owned = (expert >= 0).view(tokens, -1) if tokens else (expert >= 0)[:, None]
+            a_scale[~owned.any(1)] = float("nan")
         weights = random_bits.uniform(case.seed, "weights", case.m, case.k, device=device)
-        return GroupedRows(
-            a=embed(a, case.hazard), a_scale=a_scale, w=w, w_scale=w_scale, ids=ids,
+        made = GroupedRows(
+            a=embed(a, case.hazard), a_scale=lay(a_scale, case.layout), w=w,
+            w_scale=lay(w_scale, _of_weights(case.layout)), ids=ids,
             expert=expert, weights=0.5 + 0.5 * weights, first=case.first_expert,
         )  # fmt: skip
+        return surround(made, case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, GroupedRows]:
         """Take ``a``, ``a_scale``, ``w``, ``w_scale``, ``ids``; ``weights`` and ``bias`` if any."""
@@ -217,8 +238,8 @@ class _Grouped(Stage[GroupedRows]):
         pairs = pairs_of(chosen, inputs.ids.shape[1])
         rows = chosen if self.shared else pairs
         part = dataclasses.replace(
-            inputs, a=inputs.a[rows], a_scale=inputs.a_scale[rows], ids=inputs.ids[chosen],
-            expert=inputs.expert[pairs],
+            inputs, a=inputs.a[rows], a_scale=lay(inputs.a_scale[rows], case.layout),
+            ids=inputs.ids[chosen], expert=inputs.expert[pairs],
             weights=None if inputs.weights is None else inputs.weights[chosen],
         )  # fmt: skip
         case = dataclasses.replace(case, m=chosen.numel())

@@ -16,7 +16,7 @@ from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.stages.gemm.aims import codes, nudged
-from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.layer.operands import Asked, Experts, LayerInputs, Routed
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_experts
 
@@ -33,7 +33,8 @@ def layer_inputs(case: Case, device: str = "cpu", *, spoil: bool = True) -> Laye
     batch, experts = batch_of(case, device), experts_of(case, device)
     if spoil:
         poison(batch, experts, case.codes.nan)
-    return LayerInputs(batch=batch, experts=experts, asked=asked_of(case))
+    made = LayerInputs(batch=batch, experts=experts, asked=asked_of(case))
+    return surround(made, case.hazard)
 
 
 def asked_of(case: Case) -> Asked:
@@ -126,6 +127,8 @@ def _scales(
         form: ScaleFormat = case.scale if name == "w13" else case.mid
         if form.is_power_of_two:
             made = torch.exp2(made.floor())
+        if case.values is Values.SCALES:
+            made *= _powers(number, down, across, device)
         if mirrored:
             move = nudged(case.seed, f"{key}/move", down, half, device=device)
             made = torch.cat([made, made * move], 1)
@@ -133,6 +136,13 @@ def _scales(
             made = made.view(4, down // 4, across)[[0, 0, 2, 2]].reshape(down, across)
         out[expert] = made * (AIMED_SCALE if mirrored else ORDINARY_SCALE)
     return out
+
+
+def _powers(number: int, down: int, across: int, device: str) -> Tensor:
+    """Return powers of two, another one for each tile and expert: no two neighbours are alike."""
+    n = torch.arange(down, device=device)[:, None]
+    k = torch.arange(across, device=device)[None]
+    return torch.exp2(((5 * k + 3 * n + 7 * number) % 11 - 5).float())
 
 
 def poison(batch: Routed, experts: Experts, nan: int) -> None:

@@ -46,7 +46,7 @@ class Layer(Stage[LayerInputs]):
         **dict.fromkeys(("routing", "hazard")),
         "scale": WHOLE_SCALES,
         "mid_scale": WHOLE_SCALES,
-        "values": frozenset({Values.NORMAL, Values.AIMED}),
+        "values": frozenset({Values.NORMAL, Values.AIMED, Values.SCALES}),
     }
     acting: ClassVar[Acting] = {
         "act_quant": None, "gemm": None, "swiglu": None, "swiglu_quant": None, "combine": None,

@@ -139,10 +139,14 @@ def stored_as(tensor: Tensor) -> Tensor:
 
 
 def contiguous_reading(x: Tensor) -> Tensor | None:
-    """Return rows read with their length as the stride; None where that is the stride."""
-    if x.is_contiguous() or x.dim() != 2:
+    """Return a tensor read as if it were contiguous; None where it is, or its memory ends before.
+
+    Rows are read with their length as the stride then.
+    """
+    if x.is_contiguous() or x.dim() < 2:
         return None
     count = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     if count < x.numel():
         return None
-    return x.as_strided(x.shape, (x.shape[1], 1), x.storage_offset()).clone()
+    strides = [math.prod(x.shape[n + 1 :]) for n in range(x.dim())]
+    return x.as_strided(x.shape, strides, x.storage_offset()).clone()

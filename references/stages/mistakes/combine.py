@@ -23,6 +23,7 @@ from moe_parity.references.stages.mistakes.anywhere import (
     round_f16,
     rounded,
 )
+from moe_parity.references.stages.mistakes.geometry import misread
 
 if TYPE_CHECKING:
     from moe_parity.references.stages.combine import ExpertRows
@@ -98,6 +99,10 @@ def mistakes(summing: Sum) -> Iterator[Mistake]:
     yield from _of_weights(summing)
     yield from _of_pairs(summing)
     yield from _of_sums(summing)
+    nouns = {"rows": "rows", "ids": "ids"} | ({"weights": "weights"} if summing.weighted else {})
+    yield from misread(
+        summing.inputs, lambda given: {"out": summing.reference(given)}, nouns, known=("rows",)
+    )
     yield from lost(summing.of())
 
 
@@ -229,20 +234,12 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
         yield Mistake(
             name=name, words=words, outputs=summing.of(rows=moved.contiguous()), local=False
         )
-    flat = contiguous_reading(rows.reshape(tokens * k, -1)) if rows.is_contiguous() else _flat(rows)
+    flat = contiguous_reading(rows)
     if flat is not None:
         yield Mistake(
             name="row_stride", words="rows read with H as their stride", local=False,
             outputs=summing.of(rows=flat),
         )  # fmt: skip
-
-
-def _flat(rows: Tensor) -> Tensor | None:
-    count = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
-    if count < rows.numel():
-        return None
-    _tokens, k, columns = rows.shape
-    return rows.as_strided(rows.shape, (k * columns, columns, 1), rows.storage_offset()).clone()
 
 
 def _of_sums(summing: Sum) -> Iterator[Mistake]:

@@ -28,6 +28,7 @@ from moe_parity.references.stages.mistakes.anywhere import (
 from moe_parity.references.stages.mistakes.gemm_scales import of_scales
 from moe_parity.references.stages.mistakes.gemm_steps import Gemm
 from moe_parity.references.stages.mistakes.gemm_weights import of_bias, of_weights
+from moe_parity.references.stages.mistakes.geometry import misread
 
 if TYPE_CHECKING:
     from moe_parity.references.stages.gemm.stage import GroupedRows
@@ -53,9 +54,17 @@ def mistakes(
     yield from _of_accumulators(made)
     yield from of_bias(made)
     yield from of_weights(made)
+    nouns = READ if weight is not None else {n: w for n, w in READ.items() if n != "weights"}
+    yield from misread(inputs, lambda given: {"rows": reference(given)}, nouns, known=("a",))
     yield from lost(made.rows(lambda rows: rows))
 
 
+READ = {
+    "a": "the activations' codes", "a_scale": "the activations' scales",
+    "w": "the weights' codes", "w_scale": "the weights' scales", "ids": "ids",
+    "weights": "routing weights",
+}  # fmt: skip
+"""What the inputs of a grouped GEMM are called."""
 BLOCKS = 8
 """Blocks of K of which each is tried."""
 FACTORS = (0.5, 2.0, 0.25, 4.0, 2.5)

@@ -14,6 +14,7 @@ from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.stages.mistakes import routing
 from moe_parity.references.stages.mistakes.anywhere import Make, reread, shifts, stored_as
 from moe_parity.references.stages.mistakes.gemm_steps import Gemm
+from moe_parity.references.stages.mistakes.geometry import extremes
 
 ENDS = (("first", 0), ("last", -1))
 
@@ -201,7 +202,7 @@ def _of_operand(
         ("scale_power", f"the exponent of the {noun}' scales alone", power),
         ("k_reversed", f"the {noun}' scales of K from the end", scale.flip(dim)),
     )
-    for name, words, other in ways:
+    for name, words, other in (*ways, *extremes(noun, scale, nan=not alone)):
         yield Mistake(name=name, words=words, outputs=by(other))
 
 

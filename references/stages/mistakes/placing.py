@@ -22,6 +22,7 @@ from moe_parity.references.stages.mistakes.anywhere import (
     stored_as,
     without,
 )
+from moe_parity.references.stages.mistakes.geometry import extremes, misread
 from moe_parity.references.stages.mistakes.placing_blocks import of_blocks
 from moe_parity.references.stages.routing import place
 
@@ -38,6 +39,7 @@ def of_routing(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
         if bool((expert != inputs.expert).any()):
             other = dataclasses.replace(inputs, expert=expert)
             yield Mistake(name=name, words=words, outputs=partial(reference, other), local=False)
+    yield from misread(inputs, reference, {"ids": "ids"})
 
 
 Wrong = Iterator[tuple[str, str, Tensor]]
@@ -290,6 +292,7 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
          without(inputs.scales, (slice(None), slice(-1, None))), True),
         ("no_scales", "no scales", torch.ones_like(inputs.scales), True),
     ]  # fmt: skip
+    scales += [(*wrong, True) for wrong in extremes("activations", inputs.scales)]
     for name, words, other, own in scales:
         yield Mistake(
             name=name, words=words, local=own,
@@ -301,6 +304,8 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
             name="row_stride", words="rows read with their length as the stride", local=False,
             outputs=partial(reference, dataclasses.replace(inputs, codes=flat)),
         )  # fmt: skip
+    nouns = {"codes": "codes", "scales": "scales"}
+    yield from misread(inputs, reference, nouns, known=("codes",))
 
 
 def _wrong_counts(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:

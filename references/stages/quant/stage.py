@@ -29,7 +29,9 @@ from moe_parity.references.language.stage import (
     Stage,
     Subset,
 )
+from moe_parity.references.stages.hazards import surround
 from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
+from moe_parity.references.stages.mistakes.geometry import misread
 from moe_parity.references.stages.mistakes.groups import Groups
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.owned import FLOATS, Own
@@ -41,6 +43,7 @@ WITNESS_SEED = 11
 WORDS = {
     InputDtype.BF16: torch.bfloat16, InputDtype.FP16: torch.float16, InputDtype.FP32: torch.float32,
 }  # fmt: skip
+PATTERNS = frozenset(Values) - {Values.SCALES}
 SPREAD = (Values.NORMAL, Values.WIDE)
 """Values of which a relative error means something."""
 
@@ -102,22 +105,27 @@ def _own(stage: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, InputDtype]
 
 
 def _misread(stage: Stage[QuantInputs], case: Case, x: Tensor, recipe: Recipe) -> Iterator[Mistake]:
-    """Yield rows read with their length as the stride, where that is not their stride."""
+    """Yield rows read with their length as the stride, or from another start than theirs."""
     flat = contiguous_reading(x)
     if flat is not None:
         yield Mistake(
             name="row_stride", words="rows read with their length as the stride", local=False,
             outputs=lambda: stage.reference(case, QuantInputs(x=flat), recipe),
         )  # fmt: skip
+    yield from misread(
+        QuantInputs(x=x), lambda given: stage.reference(case, given, recipe), {"x": "rows"},
+        known=("x",),
+    )  # fmt: skip
 
 
 class ActQuant(Stage[QuantInputs]):
     """Quantize activations in groups along a row."""
 
     name = "act_quant"
-    reads: ClassVar[Reads] = dict.fromkeys(
-        ("m", "h", "group", "scale", "layout", "dtype", "values", "hazard", "pool")
-    )
+    reads: ClassVar[Reads] = {
+        **dict.fromkeys(("m", "h", "group", "scale", "layout", "dtype", "hazard", "pool")),
+        "values": PATTERNS,
+    }
     acting: ClassVar[Acting] = {"act_quant": None}
     sizes = ("m", "h")
 
@@ -127,7 +135,8 @@ class ActQuant(Stage[QuantInputs]):
 
     def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
         """Return activations [m, h]."""
-        return QuantInputs(x=making.activations(self.check(case), device))
+        x = making.activations(self.check(case), device)
+        return surround(QuantInputs(x=x), case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, QuantInputs]:
         """Take ``x`` [M, H]."""
@@ -192,7 +201,8 @@ class WeightQuant(Stage[QuantInputs]):
 
     name = "weight_quant"
     reads: ClassVar[Reads] = {
-        **dict.fromkeys(("i", "h", "dtype", "values", "hazard", "pool")),
+        **dict.fromkeys(("i", "h", "dtype", "hazard", "pool")),
+        "values": PATTERNS,
         "scale": WHOLE_SCALES,
     }
     acting: ClassVar[Acting] = {"weight_quant": None}
@@ -200,7 +210,7 @@ class WeightQuant(Stage[QuantInputs]):
 
     def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
         """Return one expert's weight [i, h]."""
-        return QuantInputs(x=making.weight(self.check(case), device))
+        return surround(QuantInputs(x=making.weight(self.check(case), device)), case.hazard)
 
     def size_words(self, case: Case) -> str:
         """Return the weight's own names of its sizes."""

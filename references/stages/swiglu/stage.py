@@ -17,8 +17,9 @@ from moe_parity.references.language.case import Case, Gate, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
-from moe_parity.references.stages.hazards import embed
+from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.anywhere import lost, rounded
+from moe_parity.references.stages.mistakes.geometry import misread
 from moe_parity.references.stages.mistakes.quant import mistakes as of_groups
 from moe_parity.references.stages.mistakes.swiglu import wrongs
 from moe_parity.references.stages.owned import IDS, Own
@@ -84,10 +85,11 @@ class Swiglu(Stage[GateUpRows]):
             counts = torch.bincount(owner.flatten(), minlength=case.e).int()
         expert = torch.arange(case.e).repeat_interleave(counts.long())
         alpha, beta = case.gate.alpha_beta
-        return GateUpRows(
+        made = GateUpRows(
             rows=embed(_gate_up(case).to(device), case.hazard), counts=counts.to(device),
             expert=expert.to(device), limit=case.clamp, alpha=alpha, beta=beta,
         )  # fmt: skip
+        return surround(made, case.hazard)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, GateUpRows]:
         """Take ``rows`` [P, 2 * I], and ``expert`` [P] where some rows are nobody's."""
@@ -145,6 +147,13 @@ class Swiglu(Stage[GateUpRows]):
             exact = recipe.with_parts(swiglu=plain)
             yield from rounded(lambda: activated(inputs, exact), lambda rows: {"rows": rows})
         yield from lost(lambda: self.reference(case, inputs, recipe))
+        yield from self._misread(case, inputs, recipe)
+
+    def _misread(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Iterator[Mistake]:
+        def give(given: GateUpRows) -> dict[str, Tensor]:
+            return self.reference(case, given, recipe)
+
+        yield from misread(inputs, give, {"rows": "rows"}, known=("rows",))
 
     def units(self, inputs: GateUpRows) -> int:
         """Count rows."""
@@ -209,6 +218,7 @@ class SwigluQuant(Swiglu):
             yield wrong.mistake(quantized)
         groups = groups_of(case, activated(inputs, recipe), part)
         yield from of_groups(groups)
+        yield from self._misread(case, inputs, recipe)
         unlimited = dataclasses.replace(inputs, limit=None)
         acting = recipe.of("swiglu", SwigluRecipe)
         exact = dataclasses.replace(acting, product_rounding=ProductRounding.NONE)

@@ -1,0 +1,106 @@
+"""Mistakes of any stage about where its inputs lie: other strides, another start, padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.references.arithmetic.formats import bits_of, from_bits
+from moe_parity.references.language.mistake import Mistake
+from moe_parity.references.stages.mistakes.anywhere import Outputs, contiguous_reading
+from moe_parity.references.stages.routing import local_expert
+
+SCALES = ("a_scale", "w_scale", "scales")
+"""The fields that hold scales."""
+
+
+def misread(
+    inputs: Any,
+    give: Callable[[Any], Outputs],
+    nouns: Mapping[str, str],
+    *,
+    known: Collection[str] = (),
+) -> Iterator[Mistake]:
+    """Yield what comes of inputs that are read where they do not lie.
+
+    ``nouns`` says what each field is called, ``give`` makes the outputs of other inputs, ``known``
+    are fields that the stage's own mistakes read as if they were contiguous.
+    """
+    for field, noun in nouns.items():
+        tensor = getattr(inputs, field)
+        if tensor is None or not tensor.numel():
+            continue
+        for name, words, other in _readings(field, noun, tensor, flat=field not in known):
+            yield Mistake(
+                name=name, words=words, local=False,
+                outputs=partial(_given, inputs, field, other, give),
+            )  # fmt: skip
+
+
+def _given(inputs: Any, field: str, other: Tensor, give: Callable[[Any], Outputs]) -> Outputs:
+    changes: dict[str, Any] = {field: other}
+    if field == "ids":
+        experts = inputs.w.shape[0] if hasattr(inputs, "w") else inputs.experts
+        changes["expert"] = local_expert(other, inputs.first, experts)
+    return give(dataclasses.replace(inputs, **changes))
+
+
+def _readings(
+    field: str, noun: str, tensor: Tensor, *, flat: bool
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, words, what is read) of other strides, other pitches and another start."""
+    name = "scale_layout_ignored" if field in SCALES else "row_stride"
+    contiguous = contiguous_reading(tensor)
+    if flat and contiguous is not None:
+        yield name, f"{noun} read as if they were contiguous", contiguous
+    if tensor.dim() > 1 and tensor.stride(-1) > 1:
+        strides = (*tensor.stride()[:-1], 1)
+        near = tensor.as_strided(tensor.shape, strides, tensor.storage_offset()).clone()
+        yield name, f"{noun} read with 1 for their last stride", near
+    dense = _without_padding(tensor)
+    if dense is not None:
+        yield "scale_padding_read", f"the padding of the columns taken for {noun}", dense
+    if tensor.storage_offset():
+        start = tensor.as_strided(tensor.shape, tensor.stride(), 0).clone()
+        yield "offset_ignored", f"{noun} read from the start of their storage", start
+
+
+def _without_padding(tensor: Tensor) -> Tensor | None:
+    """Return padded columns read as if they had no padding; None where there is none."""
+    if tensor.dim() != 2 or tensor.stride(0) != 1 or tensor.stride(1) <= tensor.shape[0]:
+        return None
+    place = tensor.storage_offset()
+    return tensor.as_strided(tensor.shape, (1, tensor.shape[0]), place).clone()
+
+
+def extremes(noun: str, scale: Tensor, *, nan: bool = True) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, words, scales) of subnormal and NaN scales that are taken for others.
+
+    ``nan``: a NaN among them is read; nobody reads those of experts without a row.
+    """
+    bits = bits_of(scale)
+    small = (bits & 0x7F800000) == 0
+    if bool((small & (scale != 0)).any()):
+        yield (
+            "subnormal_scale_flushed", f"subnormal scales of the {noun} flushed to zero",
+            torch.where(small, scale * 0.0, scale),
+        )  # fmt: skip
+        yield (
+            "scale_exponent_clamped", f"the exponent bytes of the {noun}' scales at least 1",
+            torch.where(small, from_bits(bits | 0x00800000), scale),
+        )  # fmt: skip
+        if bool((bits == 0x00400000).any()):
+            lowest = torch.where(bits == 0x00400000, 2.0**-126, scale)
+            yield "scale_exponent_clamped", f"2^-126 for the {noun}' scales of 2^-127", lowest
+    lost = torch.isnan(scale)
+    if nan and bool(lost.any()):
+        for words, value in (("2^127", 2.0**127), ("infinity", float("inf")), ("zero", 0.0)):
+            yield (
+                "nan_scale_lost", f"{words} for NaN among the scales of the {noun}",
+                torch.where(lost, value, scale),
+            )  # fmt: skip
