@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from moe_parity.kernels.virtual_gpu import language, lowering
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
-from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.errors import MemoryFault, UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory, Region
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 from moe_parity.references.chips import Unit
@@ -154,7 +154,7 @@ def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], seed: int
             for program in _programs(builder.grid, seed):
                 builder.program = program
                 body(**values)
-    except (UnmodelledOperation, OutOfBounds, AssertionError) as error:
+    except (UnmodelledOperation, MemoryFault, AssertionError) as error:
         raise type(error)(f"{_place(kernel, builder, error)}: {error}") from None
     except Exception as error:
         error.add_note(f"{_place(kernel, builder, error)}, on the virtual GPU.")

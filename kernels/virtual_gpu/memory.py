@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moe_parity.kernels.virtual_gpu.errors import OutOfBounds
+from moe_parity.kernels import written
+from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnwrittenRead
 
 if TYPE_CHECKING:
     from moe_parity.kernels.virtual_gpu.values import Value
@@ -50,6 +51,18 @@ class Region:
             raw = (ctypes.c_char * (count * kind.itemsize)).from_address(origin)
             self.views[kind] = origin, np.frombuffer(memoryview(raw), dtype=kind)
         return self.views[kind]
+
+    def element(self, address: int) -> str:
+        """Name the element that an address belongs to: ``element [3, 0] of scales (...)``."""
+        size, shape = self.tensor.element_size(), self.tensor.shape
+        left, index = (address - self.start) // size, [0] * len(shape)
+        for n in sorted(range(len(shape)), key=self.tensor.stride, reverse=True):
+            if shape[n] > 1 and self.tensor.stride(n):
+                index[n] = min(left // self.tensor.stride(n), shape[n] - 1)
+                left -= index[n] * self.tensor.stride(n)
+        if left:
+            return f"byte {address - self.start}, between the elements, of {self}"
+        return f"element {index} of {self}"
 
     def __str__(self) -> str:
         """Describe the tensor for an error message."""
@@ -92,13 +105,14 @@ class Memory:
         self.regions = regions
         self.bytes_loaded = 0
         self.bytes_stored = 0
+        self.watch = written.current()
 
     def load(
         self, pointer: Value, mask: Array | None, other: Array | None, kind: np.dtype[Any]
     ) -> Array:
         """Return the elements at ``pointer``; lanes masked off give ``other``, or 0."""
         parts = list(self._parts(_Access.of("load", pointer, mask, kind.itemsize)))
-        self.bytes_loaded += sum(address.size for *_, address in parts) * kind.itemsize
+        self._read(parts, kind)
         if len(parts) == 1 and parts[0][1] is None:
             region, _, address = parts[0]
             origin, elements = region.elements(kind)
@@ -118,7 +132,7 @@ class Memory:
         for region, lanes, address in list(self._parts(access)):
             origin, elements = region.elements(kind)
             elements[_index(address, origin, kind)] = value if lanes is None else value[lanes]
-            self.bytes_stored += address.size * kind.itemsize
+            self._wrote(address, kind)
 
     def update(
         self,
@@ -135,7 +149,9 @@ class Memory:
         kind, shape = operand.dtype, pointer.data.shape
         operand, old = np.broadcast_to(operand, shape), np.zeros(shape, operand.dtype)
         access = _Access.of("atomic", pointer, mask, kind.itemsize)
-        for region, lanes, address in list(self._parts(access)):
+        parts = list(self._parts(access))
+        self._read(parts, kind)
+        for region, lanes, address in parts:
             origin, elements = region.elements(kind)
             where = np.flatnonzero(np.ones(shape, bool) if lanes is None else lanes)
             index = _index(address, origin, kind).ravel()
@@ -144,9 +160,24 @@ class Memory:
                 at = slice(index[n], index[n] + 1)
                 old.flat[where[n]] = elements[at][0]
                 elements[at] = function(elements[at], operand.flat[where[n] : where[n] + 1])
-            self.bytes_loaded += index.size * kind.itemsize
-            self.bytes_stored += index.size * kind.itemsize
+            self._wrote(address, kind)
         return old
+
+    def _read(self, parts: list[Part], kind: np.dtype[Any]) -> None:
+        """Count what is read; raise where nobody has written it."""
+        for region, _, address in parts:
+            self.bytes_loaded += address.size * kind.itemsize
+            at = None if self.watch is None else self.watch.fresh(address, kind.itemsize)
+            if at is not None:
+                raise UnwrittenRead(
+                    f"{region.element(at)} is read, and nobody has written it: mask the lane off, "
+                    "or fill the tensor before the launch."
+                )
+
+    def _wrote(self, address: Array, kind: np.dtype[Any]) -> None:
+        self.bytes_stored += address.size * kind.itemsize
+        if self.watch is not None:
+            self.watch.stored(address, kind.itemsize)
 
     def _parts(self, access: _Access) -> Iterator[Part]:
         """Split an access by tensor; raise where an active lane has none."""
