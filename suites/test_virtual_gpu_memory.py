@@ -1,0 +1,424 @@
+"""Races, memory that nobody wrote and the orders of programs: what the virtual GPU sees happen.
+
+Launches by themselves first, then kernels of several stages with a planted fault, judged by the
+flow that judges every kernel.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which exists for Linux only")
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_parity.harness.checks.flow import check
+from moe_parity.harness.checks.repeat import repeat
+from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.kernels import Kernel, written
+from moe_parity.kernels import virtual_gpu as vg
+from moe_parity.kernels.shadow import zeros
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case
+from moe_parity.suites import racing
+from moe_parity.suites.planted import CASES, following, kernel_of
+
+THIS = Path(__file__).name
+
+
+@triton.jit
+def touch(a_ptr, b_ptr, FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr):
+    """Program 0 does FIRST to a[1], program 1 does SECOND to b[1]; others do nothing."""
+    program = tl.program_id(0)
+    if program == 0:
+        if FIRST == "load":
+            tl.load(a_ptr + 1)
+        elif FIRST == "store":
+            tl.store(a_ptr + 1, 5)
+        elif FIRST == "atomic":
+            tl.atomic_add(a_ptr + 1, 5)
+    elif program == 1:
+        if SECOND == "load":
+            tl.load(b_ptr + 1)
+        elif SECOND == "store":
+            tl.store(b_ptr + 1, VALUE)
+        elif SECOND == "atomic":
+            tl.atomic_add(b_ptr + 1, 5)
+
+
+@triton.jit
+def several(x_ptr, o_ptr, EACH: tl.constexpr):
+    """Eight lanes store to eight / EACH elements."""
+    lane = tl.arange(0, 8)
+    tl.store(o_ptr + lane // EACH, tl.load(x_ptr + lane))
+
+
+@triton.jit
+def last_adds_up(parts_ptr, count_ptr, o_ptr, SEM: tl.constexpr):
+    """Each of four programs stores a part; the last to come, by a counter, adds them up."""
+    program = tl.program_id(0)
+    tl.store(parts_ptr + program, program + 1)
+    if tl.atomic_add(count_ptr, 1, sem=SEM) == 3:
+        tl.store(o_ptr, tl.sum(tl.load(parts_ptr + tl.arange(0, 4))))
+
+
+@triton.jit
+def narrow_and_wide(wide_ptr, narrow_ptr):
+    """Program 0 stores the words 0 and 1, program 1 the byte 6."""
+    if tl.program_id(0) == 0:
+        tl.store(wide_ptr + tl.arange(0, 2), 7)
+    else:
+        tl.store(narrow_ptr + 6, 1)
+
+
+@triton.jit
+def own_bytes(wide_ptr, narrow_ptr):
+    """Program 0 stores the word 0, program 1 the bytes 4 and 5, program 2 the byte 6."""
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(wide_ptr, 7)
+    elif program == 1:
+        tl.store(narrow_ptr + 4 + tl.arange(0, 2), 1)
+    else:
+        tl.store(narrow_ptr + 6, 1)
+
+
+@triton.jit
+def bump(x_ptr, step):
+    """Each program adds 1 to its own element."""
+    place = x_ptr + tl.program_id(0).to(tl.int64) * step
+    tl.store(place, tl.load(place) + 1)
+
+
+@triton.jit
+def copy(x_ptr, o_ptr, n, STEP: tl.constexpr):
+    """Copy elements 0 to n - 1 of every STEP."""
+    i = tl.arange(0, 16)
+    tl.store(o_ptr + i, tl.load(x_ptr + i * STEP, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def ranks(count_ptr, o_ptr):
+    """Each lane of each program stores the number at which it came."""
+    lane = tl.program_id(0) * 4 + tl.arange(0, 4)
+    tl.store(o_ptr + lane, tl.atomic_add(count_ptr + 0 * lane, 1))
+
+
+def ints(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+# --- races between programs ----------------------------------------------------------------------
+
+ACCESSES = ("load", "store", "atomic")
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["ascending", "backwards"])
+@pytest.mark.parametrize("second", ACCESSES)
+@pytest.mark.parametrize("first", ACCESSES)
+def test_two_programs_race_unless_both_load_or_both_are_atomic(
+    first: str, second: str, backwards: bool
+) -> None:
+    memory = ints(4)
+    options = {"FIRST": first, "SECOND": second, "VALUE": 6, "backwards": backwards}
+    if first == second != "store":
+        vg.launch(touch, (3,), memory, memory, **options)
+        return
+    with pytest.raises(vg.Race) as error:
+        vg.launch(touch, (3,), memory, memory, **options)
+    text = str(error.value)
+    assert "touch" in text
+    assert "(0, 0, 0)" in text
+    assert "(1, 0, 0)" in text
+    assert len(set(re.findall(rf"line (\d+) of {THIS}", text))) == 2
+    assert re.search(r"element \[1\] of [ab]_ptr \(int32 \[4\]\)", text)
+
+
+def test_a_program_may_do_anything_to_its_own_element() -> None:
+    x = ints(8)
+    vg.launch(bump, (8,), x, 1)
+    vg.launch(bump, (8,), x, 1, backwards=True)
+    assert (x == 2).all()
+
+
+def test_arguments_that_overlap_are_one_memory() -> None:
+    pool = ints(8)
+    options = {"FIRST": "store", "SECOND": "load", "VALUE": 0}
+    vg.launch(touch, (2,), pool[:4], pool[4:], **options)
+    with pytest.raises(vg.Race, match=r"element \[1\] of b_ptr \(int32 \[2\]\), which program"):
+        vg.launch(touch, (2,), pool[2:], pool[2:4], **options)
+    vg.launch(touch, (2,), pool[2:], pool[1:4], **options)
+
+
+def test_an_element_in_two_sizes_is_one_memory() -> None:
+    words = ints(4)
+    narrow = words.view(torch.uint8)
+    for backwards in (False, True):
+        with pytest.raises(vg.Race, match="narrow_and_wide"):
+            vg.launch(narrow_and_wide, (2,), words, narrow, backwards=backwards)
+        vg.launch(own_bytes, (3,), words, narrow, backwards=backwards)
+
+
+def test_equal_bits_of_two_stores_are_no_race_where_the_first_was_one_of_the_launch() -> None:
+    options = {"FIRST": "store", "SECOND": "store"}
+    memory = ints(4)
+    vg.launch(touch, (2,), memory, memory, VALUE=5, **options)
+    with pytest.raises(vg.Race, match="both store element"):
+        vg.launch(touch, (2,), memory, memory, VALUE=6, **options)
+    memory[1] = 5  # as it was before: whether the load came first does not show today
+    with pytest.raises(vg.Race, match="loads"):
+        vg.launch(touch, (2,), memory, memory, FIRST="load", SECOND="store", VALUE=5)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["ascending", "backwards"])
+def test_what_an_atomic_hands_over_is_no_race(backwards: bool) -> None:
+    out = ints(1)
+    vg.launch(last_adds_up, (4,), ints(4), ints(1), out, SEM="acq_rel", backwards=backwards)
+    assert out == 10
+    with pytest.raises(vg.Race, match="parts_ptr"):
+        vg.launch(last_adds_up, (4,), ints(4), ints(1), out, SEM="relaxed", backwards=backwards)
+
+
+# --- races between lanes -------------------------------------------------------------------------
+
+
+def test_lanes_that_store_different_values_to_one_element_race() -> None:
+    vg.launch(several, (1,), torch.arange(8), torch.zeros(8, dtype=torch.int64), EACH=1)
+    vg.launch(several, (1,), torch.arange(8) // 2, torch.zeros(4, dtype=torch.int64), EACH=2)
+    nan = torch.full((8,), torch.nan)
+    vg.launch(several, (1,), nan, torch.zeros(4), EACH=2)
+    with pytest.raises(vg.Race, match=r"different values to element \[0\] of o_ptr .* several lan"):
+        vg.launch(several, (1,), torch.arange(8), torch.zeros(4, dtype=torch.int64), EACH=2)
+    # zeros of both signs are equal numbers and different bits
+    with pytest.raises(vg.Race, match="several lanes"):
+        vg.launch(several, (1,), torch.tensor([0.0, -0.0] * 4), torch.zeros(4), EACH=2)
+
+
+# --- what it costs -------------------------------------------------------------------------------
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_tensor_of_gigabytes_costs_what_is_touched() -> None:
+    x = torch.from_numpy(zeros(6 << 30, np.dtype(np.uint8)))
+    before = _resident()
+    with vg.watching():
+        vg.unwritten(x)
+        for start in (0, 3 << 30):
+            vg.mark(x[start : start + 4])
+        vg.launch(bump, (2,), x, 3 << 30)
+        # the same memory in another size
+        vg.launch(bump, (2,), x.view(torch.int32)[: (3 << 28) + 1], 3 << 28, backwards=True)
+    assert x[0] == x[3 << 30] == 2
+    assert _resident() - before < 64 << 20
+
+
+# --- memory that nobody wrote --------------------------------------------------------------------
+
+
+def test_a_load_of_what_nobody_wrote_is_named() -> None:
+    x, o = torch.ones(4, 4), torch.zeros(16)
+    vg.unwritten(x)  # nobody watches
+    with vg.watching():
+        vg.launch(copy, (1,), x, o, 16, STEP=1)
+        vg.unwritten(x)
+        vg.mark(x[0])
+        vg.launch(copy, (1,), x, o, 4, STEP=1)
+        with pytest.raises(vg.UnwrittenRead) as error:
+            vg.launch(copy, (1,), x, o, 6, STEP=1)
+    text = str(error.value)
+    assert re.match(rf"copy \(line \d+ of {THIS}\), program \(0, 0, 0\): element \[1, 0\] of", text)
+    assert "x_ptr (float32 [4, 4])" in text
+    vg.launch(copy, (1,), x, o, 16, STEP=1)
+    assert written.current() is None
+
+
+def test_what_a_launch_stores_is_written() -> None:
+    x, o, p = torch.ones(16), torch.zeros(16), torch.zeros(16)
+    with vg.watching():
+        vg.unwritten(o)
+        with pytest.raises(vg.UnwrittenRead):
+            vg.launch(copy, (1,), o, p, 5, STEP=1)
+        vg.launch(copy, (1,), x, o, 5, STEP=1)
+        vg.launch(copy, (1,), o, p, 5, STEP=1)
+        with pytest.raises(vg.UnwrittenRead, match=r"element \[5\]"):
+            vg.launch(copy, (1,), o, p, 6, STEP=1)
+
+
+def test_an_atomic_reads_as_well() -> None:
+    counts = ints(4)
+    with vg.watching():
+        vg.unwritten(counts)
+        with pytest.raises(vg.UnwrittenRead, match=r"element \[0\] of count_ptr"):
+            vg.launch(ranks, (1,), counts, ints(4))
+        vg.mark(counts[:1])
+        vg.launch(ranks, (2,), counts, ints(8))
+
+
+def test_marks_of_a_strided_view_are_those_of_its_elements() -> None:
+    x, o = torch.ones(64), torch.zeros(16)
+    with vg.watching():
+        vg.unwritten(x[7:9])  # the whole storage
+        vg.mark(x[::2][:16])
+        vg.launch(copy, (1,), x, o, 16, STEP=2)
+        with pytest.raises(vg.UnwrittenRead, match=r"element \[1\]"):
+            vg.launch(copy, (1,), x, o, 2, STEP=1)
+        with pytest.raises(vg.UnwrittenRead, match=r"element \[32\]"):
+            vg.launch(copy, (1,), x[:46], o, 12, STEP=4)
+
+
+def test_a_byte_that_has_changed_was_written_by_somebody() -> None:
+    x, o = ints(16).fill_(-1), ints(16)
+    with vg.watching():
+        vg.unwritten(x, fill=0xFF)
+        x[:3] = 0
+        vg.launch(copy, (1,), x, o, 3, STEP=1)
+        with pytest.raises(vg.UnwrittenRead, match=r"element \[3\]"):
+            vg.launch(copy, (1,), x, o, 4, STEP=1)
+
+
+def test_memory_that_was_freed_is_nobodys() -> None:
+    with vg.watching():
+        watch = written.current()
+        assert watch is not None
+        x, kept = torch.empty(16), torch.empty(16)
+        vg.unwritten(x)
+        vg.unwritten(kept)
+        place, size = x.data_ptr(), x.nbytes
+        assert watch.touched(place, place + size)
+        del x
+        gc.collect()
+        assert not watch.touched(place, place + size)
+        assert len(watch.blocks) == 1
+
+
+# --- orders --------------------------------------------------------------------------------------
+
+
+def test_programs_and_lanes_run_backwards() -> None:
+    seen = []
+    for context in (None, vg.reversed_order()):
+        count, out = ints(1), ints(8)
+        if context is None:
+            vg.dispatch(ranks, (2,), count, out)
+        else:
+            with context:
+                vg.dispatch(ranks, (2,), count, out)
+        seen.append(out.tolist())
+    assert seen == [list(range(8)), list(range(7, -1, -1))]
+    with pytest.raises(ValueError, match="not both"):
+        vg.launch(ranks, (1,), ints(1), ints(8), backwards=True, order_seed=3)
+
+
+def test_no_shuffled_order_is_the_ascending_one() -> None:
+    """Of two programs, half of the permutations are."""
+    for seed in range(12):
+        count, out = ints(1), ints(8)
+        with vg.shuffled(seed):
+            vg.dispatch(ranks, (2,), count, out)
+        assert sorted(out.tolist()) == list(range(8))
+        assert min(out[4:]) < min(out[:4])
+
+
+# --- kernels of a stage, judged ------------------------------------------------------------------
+
+
+QUANT = Case(m=8, h=256)
+
+
+def judged(kernel: Kernel) -> list[Verdict]:
+    stage = kernel.stage.name
+    case = QUANT if stage == "act_quant" else CASES[stage]
+    return [v for v in check(kernel, case, "cpu") if v.failed]
+
+
+def test_the_kernels_without_a_fault_are_green() -> None:
+    assert not judged(racing.quantizer())
+    assert not judged(racing.counter(zeroed=True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cause", "words"),
+    [
+        (
+            racing.quantizer("rows overlap"), "race",
+            r"Race in act_quant of faulty on \S+: programs \(0, 0, 0\) and \(1, 0, 0\) of quantize "
+            r"\(line \d+ of racing\.py\) both store element \[1, 1?\d?\d\] of codes_ptr",
+        ),
+        (
+            racing.quantizer("one scale"), "race",
+            r"program \(0, 0, 0\) of quantize \(line \d+ of racing\.py\) stores different values "
+            r"to element \[0, 0\] of scales_ptr \(float32 \[8, 2\]\) from several lanes",
+        ),
+        (
+            racing.accumulator(), "race",
+            r"Race in combine of faulty on \S+: program \(1, 0, 0\) of add_pairs \(line \d+ of "
+            r"racing\.py\) loads element \[0, 0\] of out_ptr \(bfloat16 \[24, 256\]\), which "
+            r"program \(0, 0, 0\) \(line \d+ of racing\.py\) stores",
+        ),
+        (
+            racing.counter(zeroed=False), "unwritten_read",
+            r"Unwritten read in align of faulty on \S+: count_pairs \(line \d+ of racing\.py\), "
+            r"program \(0, 0, 0\): element \[\d\] of counts_ptr \(int32 \[5\]\) is read, and nobod",
+        ),
+        (
+            racing.handed_over(), "unwritten_read",
+            r"Unwritten read in swiglu of faulty on \S+: halves \(line \d+ of racing\.py\), "
+            r"program \(0, 0, 0\): element \[0, 255\] of half_ptr \(bfloat16 \[64, 256\]\) is read",
+        ),
+        (
+            racing.quantizer("past the end"), "out_of_bounds",
+            r"Out of bounds in act_quant of faulty on \S+: quantize \(line \d+ of racing\.py\), "
+            r"program \(3, 0, 0\): a store of 4 bytes is outside the tensors .* scales_ptr",
+        ),
+    ],
+    ids=["rows-overlap", "one-scale", "load-add-store", "counts", "handed-over", "past-the-end"],
+)  # fmt: skip
+def test_a_fault_of_memory_is_the_cause(kernel: Kernel, cause: str, words: str) -> None:
+    (verdict,) = judged(kernel)
+    assert (verdict.cause_kind, verdict.cause) == ("memory", cause)
+    assert re.search(words, verdict.message), verdict.message
+
+
+# --- one case many times -------------------------------------------------------------------------
+
+
+def sometimes(places: dict[int, tuple[int, int]]) -> Kernel:
+    """Return a combine that in some of its calls, counted from 0, changes one element."""
+    calls = iter(range(100))
+
+    def run(call):
+        out = following()(call)["out"]
+        n = next(calls)
+        if n in places:
+            out[places[n]] += 64
+        return {"out": out}
+
+    return kernel_of("combine", run)
+
+
+def test_repeated_runs_say_rows_and_tiles_that_differ() -> None:
+    case = CASES["combine"]
+    verdict = repeat(sometimes({2: (3, 130), 4: (3, 129), 5: (9, 0)}), case, "cpu", 8)
+    assert verdict.failed
+    assert (verdict.cause_kind, verdict.cause) == ("memory", "not_repeatable")
+    assert "3 of 7 runs differ from the first: " in verdict.message
+    first, second = verdict.message.partition("first: ")[2].split("; ")
+    assert first == "out at token 3, columns 128 to 255 (2 elements in 2 runs)"
+    assert second == "out at token 9, columns 0 to 127 (1 elements in 1 runs)."
+    assert (verdict.compared, verdict.differing) == (7 * 24 * 256, 3)
+
+
+def test_a_case_that_is_repeated_needs_two_runs_and_equal_ones_are_green() -> None:
+    assert not repeat(sometimes({9: (0, 0)}), CASES["combine"], "cpu", 3).failed
+    with pytest.raises(ParityError, match="at least 2 times, got 1"):
+        repeat(sometimes({}), CASES["combine"], "cpu", 1)
