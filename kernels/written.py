@@ -8,6 +8,7 @@ byte that is still fresh raises ``UnwrittenRead``.  Outside of it all of this co
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,21 +27,40 @@ Array = np.ndarray[Any, Any]
 
 _START = attrgetter("start")
 
+_ALIGNED = 16
+"""Flags begin at an address that is aligned for every element."""
+
 
 @dataclass(eq=False)
 class _Block:
-    """The memory of one storage: bytes ``[start, start + written.size)``."""
+    """The memory of one storage: bytes ``[start, stop)``."""
 
     start: int
+    stop: int
     written: Array
-    """One bool for each byte."""
+    """For each byte from ``origin`` on, 1 where it is written, else 0."""
     storage: StorageWeakRef
     """Memory that was freed, and handed out again, is another block or none."""
     fill: int | None
 
     @property
-    def stop(self) -> int:
-        return self.start + int(self.written.size)
+    def origin(self) -> int:
+        return self.start - self.start % _ALIGNED
+
+    def elements(self, addresses: Array, size: int) -> tuple[Array, Array]:
+        """Return the flags as elements of ``size`` bytes, and where in them the addresses lie."""
+        at = (addresses.ravel() - np.uint64(self.origin)).view(np.int64)
+        if not self.start <= int(addresses.min()) <= int(addresses.max()) < self.stop:
+            at = at[(at >= self.start - self.origin) & (at < self.stop - self.origin)]
+        return self.written.view(f"u{size}"), at >> size.bit_length() - 1
+
+    def unlike_fill(self, at: Array, size: int) -> Array:
+        """Return which of some elements hold another byte than that of the fill."""
+        start, stop = self.origin // size * size, self.stop // size * size
+        raw = (ctypes.c_char * (stop - start)).from_address(start)
+        fill = int.from_bytes(bytes([self.fill or 0]) * size, "little")
+        unlike: Array = np.frombuffer(memoryview(raw), dtype=f"u{size}")[at] != fill
+        return unlike
 
 
 @dataclass(eq=False)
@@ -57,7 +77,8 @@ class Watch:
             return
         for old in self.touched(start, start + size):
             self.blocks.remove(old)
-        block = _Block(start, zeros(size, np.dtype(bool)), StorageWeakRef(storage), fill)
+        flags = zeros(size + start % _ALIGNED + -(start + size) % _ALIGNED, np.dtype(np.uint8))
+        block = _Block(start, start + size, flags, StorageWeakRef(storage), fill)
         insort(self.blocks, block, key=_START)
 
     def touched(self, start: int, stop: int) -> list[_Block]:
@@ -78,41 +99,31 @@ class Watch:
         stop = start + size + sum((n - 1) * s for n, s in zip(tensor.shape, steps, strict=True))
         for block in self.touched(start, stop):
             if block.start <= start and stop <= block.stop:
-                flags = block.written[start - block.start :]
+                flags = block.written[start - block.origin :]
                 shape, strides = (*tensor.shape, size), (*steps, 1)
-                np.lib.stride_tricks.as_strided(flags, shape, strides)[...] = True
+                np.lib.stride_tricks.as_strided(flags, shape, strides)[...] = 1
 
     def stored(self, addresses: Array, size: int) -> None:
         """Take ``size`` bytes at each of the addresses as written."""
         for block in self.touched(int(addresses.min()), int(addresses.max()) + size):
-            at = _within(block, addresses)
-            for n in range(size):
-                block.written[at + n] = True
+            flags, at = block.elements(addresses, size)
+            flags[at] = _all(size)
 
     def fresh(self, addresses: Array, size: int) -> int | None:
         """Return the first of the addresses with a byte that nobody has written, None for none."""
         for block in self.touched(int(addresses.min()), int(addresses.max()) + size):
-            at = _within(block, addresses)
-            for n in range(size):
-                left = ~block.written[at + n]
-                if left.any() and block.fill is not None:
-                    left &= _memory(block)[at + n] == block.fill
-                if left.any():
-                    return block.start + int(at[left][0])
+            flags, at = block.elements(addresses, size)
+            left = flags[at] != _all(size)
+            if left.any() and block.fill is not None:
+                left &= ~block.unlike_fill(at, size)
+            if left.any():
+                return block.origin + int(at[left][0]) * size
         return None
 
 
-def _within(block: _Block, addresses: Array) -> Array:
-    """Return the offsets in a block of the addresses that lie there, int64 [n]."""
-    at = (addresses - np.uint64(block.start)).astype(np.int64).ravel()
-    return at[(at >= 0) & (at < block.written.size)]
-
-
-def _memory(block: _Block) -> Array:
-    from ctypes import c_char
-
-    raw = (c_char * int(block.written.size)).from_address(block.start)
-    return np.frombuffer(memoryview(raw), dtype=np.uint8)
+def _all(size: int) -> int:
+    """Return the flags of an element whose bytes are all written."""
+    return int.from_bytes(b"\1" * size, "little")
 
 
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
@@ -139,7 +150,7 @@ def watching() -> Iterator[None]:
 def unwritten(tensor: Tensor, fill: int | None = None) -> None:
     """Declare that nobody has written to the storage of a CPU tensor, all of its bytes.
 
-    With ``fill`` (0 to 255) every byte holds that value: a byte that holds another one has been
+    With ``fill`` (0 to 255) every byte holds that value: an element that holds another one has been
     written by something that nobody has seen, and is no fault.  Outside of ``watching``, and for
     tensors of other devices, this does nothing.
     """
