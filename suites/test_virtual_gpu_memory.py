@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_parity.harness.calling.run import other_order
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.repeat import repeat
 from moe_parity.harness.checks.verdict import Verdict
@@ -27,6 +28,7 @@ from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.kernels.shadow import zeros
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case
+from moe_parity.references.stages import STAGES
 from moe_parity.suites import racing
 from moe_parity.suites.planted import CASES, following, kernel_of
 
@@ -35,7 +37,7 @@ THIS = Path(__file__).name
 
 @triton.jit
 def touch(a_ptr, b_ptr, FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr):
-    """Program 0 does FIRST to a[1], program 1 does SECOND to b[1]; others do nothing."""
+    """Program 0 does FIRST to a[1], program 1 does SECOND to b[1], program 2 stores to a[0]."""
     program = tl.program_id(0)
     if program == 0:
         if FIRST == "load":
@@ -51,6 +53,10 @@ def touch(a_ptr, b_ptr, FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.con
             tl.store(b_ptr + 1, VALUE)
         elif SECOND == "atomic":
             tl.atomic_add(b_ptr + 1, 5)
+        elif SECOND == "in place":
+            tl.store(b_ptr + 1, tl.load(b_ptr + 1) + 1)
+    else:
+        tl.store(a_ptr, 9)
 
 
 @triton.jit
@@ -148,6 +154,14 @@ def test_a_program_may_do_anything_to_its_own_element() -> None:
     assert (x == 2).all()
 
 
+def test_a_load_of_its_own_does_not_hide_that_of_another() -> None:
+    memory = ints(4)
+    with pytest.raises(
+        vg.Race, match=r"stores element \[1\] .*, which program \(0, 0, 0\) .*loads"
+    ):
+        vg.launch(touch, (2,), memory, memory, FIRST="load", SECOND="in place", VALUE=0)
+
+
 def test_arguments_that_overlap_are_one_memory() -> None:
     pool = ints(8)
     options = {"FIRST": "store", "SECOND": "load", "VALUE": 0}
@@ -172,9 +186,11 @@ def test_equal_bits_of_two_stores_are_no_race_where_the_first_was_one_of_the_lau
     vg.launch(touch, (2,), memory, memory, VALUE=5, **options)
     with pytest.raises(vg.Race, match="both store element"):
         vg.launch(touch, (2,), memory, memory, VALUE=6, **options)
-    memory[1] = 5  # as it was before: whether the load came first does not show today
-    with pytest.raises(vg.Race, match="loads"):
-        vg.launch(touch, (2,), memory, memory, FIRST="load", SECOND="store", VALUE=5)
+    memory[1] = 5  # as it was before, by chance
+    options = {"FIRST": "store", "SECOND": "load", "VALUE": 0, "backwards": True}
+    for programs in (2, 3):
+        with pytest.raises(vg.Race, match="loads"):
+            vg.launch(touch, (programs,), memory, memory, **options)
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["ascending", "backwards"])
@@ -218,7 +234,10 @@ def test_a_tensor_of_gigabytes_costs_what_is_touched() -> None:
         vg.launch(bump, (2,), x, 3 << 30)
         # the same memory in another size
         vg.launch(bump, (2,), x.view(torch.int32)[: (3 << 28) + 1], 3 << 28, backwards=True)
-    assert x[0] == x[3 << 30] == 2
+        assert x[0] == x[3 << 30] == 2
+        # and in two sizes at once
+        part = x[: 1 << 28]
+        vg.launch(own_bytes, (3,), part.view(torch.int32), part)
     assert _resident() - before < 64 << 20
 
 
@@ -329,6 +348,19 @@ def test_no_shuffled_order_is_the_ascending_one() -> None:
         assert min(out[4:]) < min(out[:4])
 
 
+def test_the_harness_runs_a_case_backwards_or_shuffled() -> None:
+    kernel, seen = racing.counter(zeroed=True), []
+    for m in range(1, 9):
+        count, out = ints(1), ints(16)
+        with other_order(kernel, Case(m=m, e=5, k=3), "cpu"):
+            vg.dispatch(ranks, (4,), count, out)
+        seen.append(out.tolist())
+    backwards = [order == list(range(15, -1, -1)) for order in seen]
+    assert any(backwards)
+    assert not all(backwards)
+    assert list(range(16)) not in seen
+
+
 # --- kernels of a stage, judged ------------------------------------------------------------------
 
 
@@ -392,33 +424,41 @@ def test_a_fault_of_memory_is_the_cause(kernel: Kernel, cause: str, words: str) 
 # --- one case many times -------------------------------------------------------------------------
 
 
-def sometimes(places: dict[int, tuple[int, int]]) -> Kernel:
-    """Return a combine that in some of its calls, counted from 0, changes one element."""
+def sometimes(stage: str, places: dict[int, list[tuple[int, int]]]) -> Kernel:
+    """Return a kernel that in some of its calls, counted from 0, changes a few elements."""
     calls = iter(range(100))
 
     def run(call):
-        out = following()(call)["out"]
-        n = next(calls)
-        if n in places:
-            out[places[n]] += 64
-        return {"out": out}
+        ((name, out),) = following()(call).items()
+        for place in places.get(next(calls), []):
+            out[place] += 64
+        return {name: out}
 
-    return kernel_of("combine", run)
+    return kernel_of(stage, run)
 
 
 def test_repeated_runs_say_rows_and_tiles_that_differ() -> None:
-    case = CASES["combine"]
-    verdict = repeat(sometimes({2: (3, 130), 4: (3, 129), 5: (9, 0)}), case, "cpu", 8)
+    places = {2: [(3, 130), (3, 255)], 4: [(3, 129)], 5: [(9, 0)]}
+    verdict = repeat(sometimes("combine", places), CASES["combine"], "cpu", 8)
     assert verdict.failed
     assert (verdict.cause_kind, verdict.cause) == ("memory", "not_repeatable")
     assert "3 of 7 runs differ from the first: " in verdict.message
     first, second = verdict.message.partition("first: ")[2].split("; ")
-    assert first == "out at token 3, columns 128 to 255 (2 elements in 2 runs)"
+    assert first == "out at token 3, columns 128 to 255 (3 elements in 2 runs)"
     assert second == "out at token 9, columns 0 to 127 (1 elements in 1 runs)."
-    assert (verdict.compared, verdict.differing) == (7 * 24 * 256, 3)
+    assert (verdict.compared, verdict.differing) == (7 * 24 * 256, 4)
+
+
+def test_rows_that_are_nobodys_may_differ_between_runs() -> None:
+    case = Case(m=4, e=4, k=2, ep_size=2)
+    inputs = STAGES["fc1"].inputs(case, "cpu")
+    live = next(iter(STAGES["fc1"].live(case, inputs).values()))
+    for row, red in ((int((~live).nonzero()[0]), False), (int(live.nonzero()[0]), True)):
+        kernel = sometimes("fc1", {1: [(row, 0)]})
+        assert repeat(kernel, case, "cpu", 2).failed is red
 
 
 def test_a_case_that_is_repeated_needs_two_runs_and_equal_ones_are_green() -> None:
-    assert not repeat(sometimes({9: (0, 0)}), CASES["combine"], "cpu", 3).failed
+    assert not repeat(sometimes("combine", {}), CASES["combine"], "cpu", 3).failed
     with pytest.raises(ParityError, match="at least 2 times, got 1"):
-        repeat(sometimes({}), CASES["combine"], "cpu", 1)
+        repeat(sometimes("combine", {}), CASES["combine"], "cpu", 1)

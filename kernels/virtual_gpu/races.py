@@ -47,8 +47,9 @@ _VERBS = {"reads": "loads", "writes": "stores", "atomics": "atomically updates"}
 class _Span:
     """Memory that one argument, or several that overlap, cover, and who was there.
 
-    The arrays have an entry for every ``unit`` bytes: the number of an access, 0 for none.  Two are
-    enough of the readers, the first and the last that is another program, and of the atomics.
+    The arrays have an entry for every ``unit`` bytes: the number of an access, 0 for none.  Of the
+    readers the first is enough, and of the atomics: programs run one after another here, so that it
+    is another program wherever there is one.
     """
 
     start: int
@@ -112,7 +113,7 @@ class Races:
     def load(self, region: Region, addresses: Array, size: int) -> None:
         """Note a load."""
         span, at = self._enter(region, addresses, size)
-        self._beside(span, at, region, "reads", ("writes", "atomics", "more_atomics"))
+        self._beside(span, at, region, "reads", ("writes", "atomics"))
         self._join(span, at, "reads")
 
     def store(
@@ -120,14 +121,13 @@ class Races:
     ) -> None:
         """Note a store, before it; ``changed`` says which lanes change what the memory holds."""
         span, at = self._enter(region, addresses, size)
-        others = ("writes", "reads", "more_reads", "atomics", "more_atomics")
-        self._beside(span, at, region, "writes", others, changed)
+        self._beside(span, at, region, "writes", ("writes", "reads", "atomics"), changed)
         span.of("writes")[at] = len(self._lines) - 1
 
     def atomic(self, region: Region, addresses: Array, size: int, order: str) -> None:
         """Note an atomic; ``order`` is what it promises, ``relaxed`` or any other."""
         span, at = self._enter(region, addresses, size)
-        self._beside(span, at, region, "atomics", ("writes", "reads", "more_reads"))
+        self._beside(span, at, region, "atomics", ("writes", "reads"))
         self._join(span, at, "atomics")
         if order != "relaxed":
             self._handed.append((len(self._lines) - 1, order, addresses.ravel()))
@@ -164,19 +164,11 @@ class Races:
         return span
 
     def _join(self, span: _Span, at: Array, name: str) -> None:
-        """Enter the running program among the readers, or the atomics, of some elements."""
-        event, first = len(self._lines) - 1, span.of(name)
-        before = first[at]
-        least = int(before.min())
-        if least >= self._first:
-            return
-        if not least and not before.any():
-            first[at] = event
-            return
-        first[at[before == 0]] = event
-        others = (before > 0) & (before < self._first)
-        if others.any():
-            span.of(f"more_{name}")[at[others]] = event
+        """Enter the running access as the first reader, or atomic, of what has none yet."""
+        first = span.of(name)
+        new = first[at] == 0
+        if new.any():
+            first[at if new.all() else at[new]] = len(self._lines) - 1
 
     def _beside(
         self, span: _Span, at: Array, region: Region, own: str, others: Sequence[str],
@@ -210,11 +202,10 @@ class Races:
         )
 
     def _raise(self, region: Region, address: int, event: int, own: str, name: str) -> NoReturn:
-        kind = name.removeprefix("more_")
         earlier = self._programs[bisect_right(self._starts, event) - 1]
         now, then = self._line(len(self._lines) - 1), self._line(event)
         element = region.element(address)
-        if own == kind:
+        if own == name:
             same = now == then
             who = (
                 f"programs {earlier} and {self._programs[-1]} of {self._kernel}{now}"
@@ -227,7 +218,7 @@ class Races:
             )
         raise Race(
             f"program {self._programs[-1]} of {self._kernel}{now} {_VERBS[own]} {element}, which "
-            f"program {earlier}{then} {_VERBS[kind]}, and programs of a launch run in no order: "
+            f"program {earlier}{then} {_VERBS[name]}, and programs of a launch run in no order: "
             "use an atomic for both, or a launch of its own for each."
         )
 
