@@ -27,6 +27,9 @@ Array = np.ndarray[Any, Any]
 
 _START = attrgetter("start")
 
+_weak_reference: Any = StorageWeakRef
+"""Torch has no types for it."""
+
 _ALIGNED = 16
 """Flags begin at an address that is aligned for every element."""
 
@@ -39,8 +42,8 @@ class _Block:
     stop: int
     written: Array
     """For each byte from ``origin`` on, 1 where it is written, else 0."""
-    storage: StorageWeakRef
-    """Memory that was freed, and handed out again, is another block or none."""
+    storage: Any
+    """A weak reference: memory that was freed, and handed out again, is another block or none."""
     fill: int | None
 
     @property
@@ -78,7 +81,7 @@ class Watch:
         for old in self.touched(start, start + size):
             self.blocks.remove(old)
         flags = zeros(size + start % _ALIGNED + -(start + size) % _ALIGNED, np.dtype(np.uint8))
-        block = _Block(start, start + size, flags, StorageWeakRef(storage), fill)
+        block = _Block(start, start + size, flags, _weak_reference(storage), fill)
         insort(self.blocks, block, key=_START)
 
     def touched(self, start: int, stop: int) -> list[_Block]:

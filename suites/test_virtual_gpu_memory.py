@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,8 @@ def test_two_programs_race_unless_both_load_or_both_are_atomic(
     first: str, second: str, backwards: bool
 ) -> None:
     memory = ints(4)
-    options = {"FIRST": first, "SECOND": second, "VALUE": 6, "backwards": backwards}
+    options: dict[str, Any] = {"FIRST": first, "SECOND": second, "VALUE": 6}
+    options["backwards"] = backwards
     if first == second != "store":
         vg.launch(touch, (3,), memory, memory, **options)
         return
