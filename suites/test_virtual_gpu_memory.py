@@ -1,8 +1,4 @@
-"""Races, memory that nobody wrote and the orders of programs: what the virtual GPU sees happen.
-
-Launches by themselves first, then kernels of several stages with a planted fault, judged by the
-flow that judges every kernel.
-"""
+"""Races, memory that nobody wrote and the orders of programs: what the virtual GPU sees happen."""
 
 from __future__ import annotations
 
@@ -20,19 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_parity.harness.calling.run import other_order
-from moe_parity.harness.checks.flow import check
-from moe_parity.harness.checks.repeat import repeat
-from moe_parity.harness.checks.verdict import Verdict
-from moe_parity.kernels import Kernel, written
 from moe_parity.kernels import virtual_gpu as vg
+from moe_parity.kernels import written
 from moe_parity.kernels.shadow import zeros
 from moe_parity.kernels.virtual_gpu import races
-from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case
-from moe_parity.references.stages import STAGES
 from moe_parity.suites import racing
-from moe_parity.suites.planted import CASES, following, kernel_of
 
 THIS = Path(__file__).name
 
@@ -112,13 +100,6 @@ def copy(x_ptr, o_ptr, n, STEP: tl.constexpr):
     tl.store(o_ptr + i, tl.load(x_ptr + i * STEP, mask=i < n), mask=i < n)
 
 
-@triton.jit
-def ranks(count_ptr, o_ptr):
-    """Each lane of each program stores the number at which it came."""
-    lane = tl.program_id(0) * 4 + tl.arange(0, 4)
-    tl.store(o_ptr + lane, tl.atomic_add(count_ptr + 0 * lane, 1))
-
-
 def ints(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32)
 
@@ -167,7 +148,7 @@ def test_a_load_of_its_own_does_not_hide_that_of_another() -> None:
 
 def test_arguments_that_overlap_are_one_memory() -> None:
     pool = ints(8)
-    options = {"FIRST": "store", "SECOND": "load", "VALUE": 0}
+    options: dict[str, Any] = {"FIRST": "store", "SECOND": "load", "VALUE": 0}
     vg.launch(touch, (2,), pool[:4], pool[4:], **options)
     with pytest.raises(vg.Race, match=r"element \[1\] of b_ptr \(int32 \[2\]\), which program"):
         vg.launch(touch, (2,), pool[2:], pool[2:4], **options)
@@ -184,7 +165,7 @@ def test_an_element_in_two_sizes_is_one_memory() -> None:
 
 
 def test_equal_bits_of_two_stores_are_no_race_where_the_first_was_one_of_the_launch() -> None:
-    options = {"FIRST": "store", "SECOND": "store"}
+    options: dict[str, Any] = {"FIRST": "store", "SECOND": "store"}
     memory = ints(4)
     vg.launch(touch, (2,), memory, memory, VALUE=5, **options)
     with pytest.raises(vg.Race, match="both store element"):
@@ -280,9 +261,9 @@ def test_an_atomic_reads_as_well() -> None:
     with vg.watching():
         vg.unwritten(counts)
         with pytest.raises(vg.UnwrittenRead, match=r"element \[0\] of count_ptr"):
-            vg.launch(ranks, (1,), counts, ints(4))
+            vg.launch(racing.ranks, (1,), counts, ints(4))
         vg.mark(counts[:1])
-        vg.launch(ranks, (2,), counts, ints(8))
+        vg.launch(racing.ranks, (2,), counts, ints(8))
 
 
 def test_marks_of_a_strided_view_are_those_of_its_elements() -> None:
@@ -330,14 +311,14 @@ def test_programs_and_lanes_run_backwards() -> None:
     for context in (None, vg.reversed_order()):
         count, out = ints(1), ints(8)
         if context is None:
-            vg.dispatch(ranks, (2,), count, out)
+            vg.dispatch(racing.ranks, (2,), count, out)
         else:
             with context:
-                vg.dispatch(ranks, (2,), count, out)
+                vg.dispatch(racing.ranks, (2,), count, out)
         seen.append(out.tolist())
     assert seen == [list(range(8)), list(range(7, -1, -1))]
     with pytest.raises(ValueError, match="not both"):
-        vg.launch(ranks, (1,), ints(1), ints(8), backwards=True, order_seed=3)
+        vg.launch(racing.ranks, (1,), ints(1), ints(8), backwards=True, order_seed=3)
 
 
 def test_no_shuffled_order_is_the_ascending_one() -> None:
@@ -345,122 +326,6 @@ def test_no_shuffled_order_is_the_ascending_one() -> None:
     for seed in range(12):
         count, out = ints(1), ints(8)
         with vg.shuffled(seed):
-            vg.dispatch(ranks, (2,), count, out)
+            vg.dispatch(racing.ranks, (2,), count, out)
         assert sorted(out.tolist()) == list(range(8))
         assert min(out[4:]) < min(out[:4])
-
-
-def test_the_harness_runs_a_case_backwards_or_shuffled() -> None:
-    kernel, seen = racing.counter(zeroed=True), []
-    for m in range(1, 9):
-        count, out = ints(1), ints(16)
-        with other_order(kernel, Case(m=m, e=5, k=3), "cpu"):
-            vg.dispatch(ranks, (4,), count, out)
-        seen.append(out.tolist())
-    backwards = [order == list(range(15, -1, -1)) for order in seen]
-    assert any(backwards)
-    assert not all(backwards)
-    assert list(range(16)) not in seen
-
-
-# --- kernels of a stage, judged ------------------------------------------------------------------
-
-
-QUANT = Case(m=8, h=256)
-
-
-def judged(kernel: Kernel) -> list[Verdict]:
-    stage = kernel.stage.name
-    case = QUANT if stage == "act_quant" else CASES[stage]
-    return [v for v in check(kernel, case, "cpu") if v.failed]
-
-
-def test_the_kernels_without_a_fault_are_green() -> None:
-    assert not judged(racing.quantizer())
-    assert not judged(racing.counter(zeroed=True))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "cause", "words"),
-    [
-        (
-            racing.quantizer("rows overlap"), "race",
-            r"Race in act_quant of faulty on \S+: programs \(0, 0, 0\) and \(1, 0, 0\) of quantize "
-            r"\(line \d+ of racing\.py\) both store element \[1, 1?\d?\d\] of codes_ptr",
-        ),
-        (
-            racing.quantizer("one scale"), "race",
-            r"program \(0, 0, 0\) of quantize \(line \d+ of racing\.py\) stores different values "
-            r"to element \[0, 0\] of scales_ptr \(float32 \[8, 2\]\) from several lanes",
-        ),
-        (
-            racing.accumulator(), "race",
-            r"Race in combine of faulty on \S+: program \(1, 0, 0\) of add_pairs \(line \d+ of "
-            r"racing\.py\) loads element \[0, 0\] of out_ptr \(bfloat16 \[24, 256\]\), which "
-            r"program \(0, 0, 0\) \(line \d+ of racing\.py\) stores",
-        ),
-        (
-            racing.counter(zeroed=False), "unwritten_read",
-            r"Unwritten read in align of faulty on \S+: count_pairs \(line \d+ of racing\.py\), "
-            r"program \(0, 0, 0\): element \[\d\] of counts_ptr \(int32 \[5\]\) is read, and nobod",
-        ),
-        (
-            racing.handed_over(), "unwritten_read",
-            r"Unwritten read in swiglu of faulty on \S+: halves \(line \d+ of racing\.py\), "
-            r"program \(0, 0, 0\): element \[0, 255\] of half_ptr \(bfloat16 \[64, 256\]\) is read",
-        ),
-        (
-            racing.quantizer("past the end"), "out_of_bounds",
-            r"Out of bounds in act_quant of faulty on \S+: quantize \(line \d+ of racing\.py\), "
-            r"program \(3, 0, 0\): a store of 4 bytes is outside the tensors .* scales_ptr",
-        ),
-    ],
-    ids=["rows-overlap", "one-scale", "load-add-store", "counts", "handed-over", "past-the-end"],
-)  # fmt: skip
-def test_a_fault_of_memory_is_the_cause(kernel: Kernel, cause: str, words: str) -> None:
-    (verdict,) = judged(kernel)
-    assert (verdict.cause_kind, verdict.cause) == ("memory", cause)
-    assert re.search(words, verdict.message), verdict.message
-
-
-# --- one case many times -------------------------------------------------------------------------
-
-
-def sometimes(stage: str, places: dict[int, list[tuple[int, int]]]) -> Kernel:
-    """Return a kernel that in some of its calls, counted from 0, changes a few elements."""
-    calls = iter(range(100))
-
-    def run(call):
-        ((name, out),) = following()(call).items()
-        for place in places.get(next(calls), []):
-            out[place] += 64
-        return {name: out}
-
-    return kernel_of(stage, run)
-
-
-def test_repeated_runs_say_rows_and_tiles_that_differ() -> None:
-    places = {2: [(3, 130), (3, 255)], 4: [(3, 129)], 5: [(9, 0)]}
-    verdict = repeat(sometimes("combine", places), CASES["combine"], "cpu", 8)
-    assert verdict.failed
-    assert (verdict.cause_kind, verdict.cause) == ("memory", "not_repeatable")
-    assert "3 of 7 runs differ from the first: " in verdict.message
-    first, second = verdict.message.partition("first: ")[2].split("; ")
-    assert first == "out at token 3, columns 128 to 255 (3 elements in 2 runs)"
-    assert second == "out at token 9, columns 0 to 127 (1 elements in 1 runs)."
-    assert (verdict.compared, verdict.differing) == (7 * 24 * 256, 4)
-
-
-def test_rows_that_are_nobodys_may_differ_between_runs() -> None:
-    case = Case(m=4, e=4, k=2, ep_size=2)
-    inputs = STAGES["fc1"].inputs(case, "cpu")
-    live = next(iter(STAGES["fc1"].live(case, inputs).values()))
-    for row, red in ((int((~live).nonzero()[0]), False), (int(live.nonzero()[0]), True)):
-        kernel = sometimes("fc1", {1: [(row, 0)]})
-        assert repeat(kernel, case, "cpu", 2).failed is red
-
-
-def test_a_case_that_is_repeated_needs_two_runs_and_equal_ones_are_green() -> None:
-    assert not repeat(sometimes("combine", {}), CASES["combine"], "cpu", 3).failed
-    with pytest.raises(ParityError, match="at least 2 times, got 1"):
-        repeat(sometimes("combine", {}), CASES["combine"], "cpu", 1)
