@@ -16,6 +16,7 @@ from moe_parity.harness.calling.run import other_order
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.repeat import repeat
 from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.harness.cli.commands import main
 from moe_parity.kernels import Kernel
 from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.references.errors import ParityError
@@ -141,3 +142,15 @@ def test_a_case_that_is_repeated_needs_two_runs_and_equal_ones_are_green() -> No
     assert not repeat(sometimes("combine", {}), CASES["combine"], "cpu", 3).failed
     with pytest.raises(ParityError, match="at least 2 times, got 1"):
         repeat(sometimes("combine", {}), CASES["combine"], "cpu", 1)
+
+
+def test_the_command_repeats_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    id_ = "ours_act_quant-fp32-m2-h128"
+    assert main(["repro", id_, "--repeat", "3"]) == 0
+    # codes and a scale for each of two rows, twice
+    assert capsys.readouterr().out.split() == (
+        f"pass repeat 3 runs, {2 * 2 * 129} outputs compared with those of the first".split()
+    )
+    assert main(["repro", id_, "--repeat", "1"]) == 2
+    assert "at least 2 times, got 1" in capsys.readouterr().err
+    assert main(["repro", "ours_act_quant-fp32-m2-h128-e3", "--repeat", "2"]) == 2
