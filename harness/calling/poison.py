@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_parity.kernels.written import unwritten
+
 GUARD = 4096
 """Bytes of poison before and after every output; keeps 16-byte alignment."""
 
@@ -78,6 +80,7 @@ class PoisonedAllocator:
         count = GUARD + -(-(extent + pad) * size // 16) * 16 + GUARD
         fill = self.poison if name in self.names else SCRATCH[self.poison]
         storage = torch.full((count,), fill, dtype=torch.uint8, device=self.device)
+        unwritten(storage, fill)
         view = storage.view(dtype).as_strided(shape, strides, GUARD // size)
         self.outputs.append(
             Output(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from moe_parity.harness.calling.canonical import canonical, declared
 from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
 from moe_parity.kernels import Call, Kernel
+from moe_parity.kernels.written import watching
 from moe_parity.references.language import Case
 
 
@@ -42,7 +44,7 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     new = PoisonedAllocator(device=str(device), poison=poison, names=names)
     call = Call(case=case, stage=kernel.stage, inputs=_aliased(inputs), allocate=new)
     try:
-        with poisoned_empty(), settings_kept():
+        with poisoned_empty(), settings_kept(), watching():
             returned = kernel.run(call)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -123,12 +125,16 @@ def settings_kept() -> Iterator[None]:
 
 
 def other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
-    """Return a context in which the virtual GPU runs programs in another order."""
+    """Return a context in which the virtual GPU runs programs in another order, one for each case.
+
+    Every second case runs them backwards, the others shuffled.
+    """
     if kernel.runs_on(device) != "virtual_gpu":
         return nullcontext()
-    from moe_parity.kernels.virtual_gpu import shuffled
+    from moe_parity.kernels.virtual_gpu import reversed_order, shuffled
 
-    return shuffled(case.seed + 1)
+    backwards = zlib.crc32(case.id.encode()) % 2
+    return reversed_order() if backwards else shuffled(case.seed + 1)
 
 
 def on_device(kernel: Kernel, case: Case, device: str) -> dict[str, Tensor]:

@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         help="load this kernel file first",
     )
     repro.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
+    repro.add_argument(
+        "--repeat", type=int, metavar="N", help="run it N times instead, and say what differs"
+    )
     _add_witness(add("witness", "record bits of real kernels, or replay them without a GPU"))
     return parser
 
@@ -239,6 +242,10 @@ def _repro(args: argparse.Namespace) -> int:
         from moe_parity.harness.plugin import choose_device
 
         choose_device(args.device)
+    if args.repeat is not None:
+        from moe_parity.harness.cli import repeat
+
+        return repeat.run(args.id, args.seed, args.repeat, args.device, args.kernel)
     return repro.run(args.id, args.seed, args.device, args.kernel)
 
 

@@ -15,7 +15,7 @@ class CauseKind(StrEnum):
     MISTAKE = "mistake"
     """A mistake of the catalogue (docs/mistakes.md)."""
     MEMORY = "memory"
-    """What was left unwritten, read before it was written, or written beside."""
+    """What was left unwritten, read before it was written, written beside, or raced for."""
     CALL = "call"
     """The call itself: it raised, hung, or took its process down."""
     BATCH = "batch"

@@ -6,22 +6,43 @@ operation is the exact model of the instruction that the installed Triton compil
 package fails closed: an operation without a model raises ``UnmodelledOperation``.
 """
 
-from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.errors import (
+    MemoryFault,
+    OutOfBounds,
+    Race,
+    UnmodelledOperation,
+    UnwrittenRead,
+)
 from moe_parity.kernels.virtual_gpu.launcher import LaunchReport, launch
 from moe_parity.kernels.virtual_gpu.lowering import dot_unit, opcodes, ptx
-from moe_parity.kernels.virtual_gpu.record import Launch, Tape, dispatch, record, shuffled
+from moe_parity.kernels.virtual_gpu.record import (
+    Launch,
+    Tape,
+    dispatch,
+    record,
+    reversed_order,
+    shuffled,
+)
+from moe_parity.kernels.written import mark, unwritten, watching
 
 __all__ = [
     "Launch",
     "LaunchReport",
+    "MemoryFault",
     "OutOfBounds",
+    "Race",
     "Tape",
     "UnmodelledOperation",
+    "UnwrittenRead",
     "dispatch",
     "dot_unit",
     "launch",
+    "mark",
     "opcodes",
     "ptx",
     "record",
+    "reversed_order",
     "shuffled",
+    "unwritten",
+    "watching",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from moe_parity.kernels.faults import MemoryFault, OutOfBounds, Race, UnwrittenRead
+
+__all__ = ["MemoryFault", "OutOfBounds", "Race", "UnmodelledOperation", "UnwrittenRead"]
+
 
 class UnmodelledOperation(Exception):
     """An operation that has no exact model of the H200: the launch stops rather than guess."""
-
-
-class OutOfBounds(Exception):
-    """An unmasked lane read or wrote outside the tensors handed to the kernel."""
