@@ -26,7 +26,6 @@ from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.call import BadCall
-from moe_parity.kernels.faults import UnwrittenRead
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Hazard, Recipe
 from moe_parity.references.language.stage import Kind, Subset
@@ -111,12 +110,8 @@ def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.E
         text = f"{type(error).__name__}: {text}"
         place = _place(kernel, error)
     verdict = found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
-    what, kind = type(error).__name__, CauseKind.CALL
-    if isinstance(error, BadOutput):
-        what = "bad_output"
-    elif isinstance(error, UnwrittenRead):
-        what, kind = "poison_read", CauseKind.MEMORY
-    return caused(verdict, Cause(kind=kind, name=what, words=text))
+    what = "bad_output" if isinstance(error, BadOutput) else type(error).__name__
+    return caused(verdict, Cause(kind=CauseKind.CALL, name=what, words=text))
 
 
 def overran(kernel: Kernel, case: Case, seconds: float, error: BaseException) -> Verdict:

@@ -6,7 +6,7 @@ memory held before, is no matter of arithmetic, and explains every number that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,10 @@ def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, sec
     """
     beside = _asked(first, second) or _declared(first) or _declared(second)
     unwritten = "" if beside else _unwritten(kernel, case, inputs, first, second)
+    if unwritten:
+        # a number that memory decides may be the poison by chance
+        third = _on_zeros(kernel, case, inputs)
+        unwritten = _unwritten(kernel, case, inputs, first, second, third)
     every = _moved(kernel, case, inputs, first, second)
     if not unwritten and not any(d.wrong for d in every) and _tries_zeros(kernel, device, first):
         every = _moved(kernel, case, inputs, first, run(kernel, case, inputs, poison=ZEROS))
@@ -120,6 +124,14 @@ def _tries_zeros(kernel: Kernel, device: str, first: Ran) -> bool:
     The virtual GPU sees for itself what is read.
     """
     return first.taken > 0 and kernel.runs_on(device) != "virtual_gpu"
+
+
+def _on_zeros(kernel: Kernel, case: Case, inputs: Any) -> Ran | None:
+    """Call on memory of zeros; None where that fails, which two calls before did not."""
+    try:
+        return run(kernel, case, inputs, poison=ZEROS)
+    except (Exception, SystemExit):
+        return None
 
 
 def fails_on(kernel: Kernel, case: Case, inputs: Any, device: str, poison: int) -> bool:
@@ -193,23 +205,37 @@ def _declared(ran: Ran) -> str:
     return ""
 
 
-def _unwritten(kernel: Kernel, case: Case, inputs: Any, first: Ran, second: Ran) -> str:
+def _unwritten(
+    kernel: Kernel, case: Case, inputs: Any, first: Ran, second: Ran, third: Ran | None = None
+) -> str:
+    """Return which live elements kept the poison of every call, in words, or nothing."""
     owned, stage = kernel.stage.live(case, inputs), kernel.stage.outputs(case, inputs)
-    for one, two in zip(first.memory, second.memory, strict=False):
+    for *outputs, fates in _watched(first, second, third):
+        one = outputs[0]
         own = one.name in stage and tuple(one.view.shape) == stage[one.name].shape
-        kept = _forgotten(one, two, _live(one, first.fates, owned, stage_output=own))
+        live = _live(one, fates, owned, stage_output=own)
+        if fates is RETURNED:
+            own, live = True, live if own else None
+        kept = _forgotten(outputs, live)
         if kept is not None:
             return _left(one, kept, inputs, stage[one.name] if own else None)
-    again = {output.name: output for output in second.returned}
-    for one in first.returned:
-        if one.name not in again or again[one.name].view.shape != one.view.shape:
-            continue
-        whole = tuple(one.view.shape) == stage[one.name].shape
-        live = _live(one, {}, owned, stage_output=True) if whole else None
-        kept = _forgotten(one, again[one.name], live)
-        if kept is not None:
-            return _left(one, kept, inputs, stage[one.name])
     return ""
+
+
+RETURNED: Mapping[str, Tensor] = {}
+"""The fates of what lies in a kernel's own memory: it declares none."""
+
+
+def _watched(first: Ran, second: Ran, third: Ran | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the same output of every call, and its fates: from call.new, then of its own memory."""
+    every = (first, second) if third is None else (first, second, third)
+    for outputs in zip(*(ran.memory for ran in every), strict=False):
+        yield *outputs, first.fates
+    others = [{output.name: output for output in ran.returned} for ran in every]
+    for one in first.returned:
+        same = [other[one.name] for other in others if one.name in other]
+        if len(same) == len(every) and len({output.view.shape for output in same}) == 1:
+            yield *same, RETURNED
 
 
 def _left(output: Output, kept: Tensor, inputs: Any, known: Named | None) -> str:
@@ -265,11 +291,12 @@ def _fate_fault(output: Output, fates: Tensor | None) -> str:
     return ""
 
 
-def _forgotten(first: Output, second: Output, live: Tensor | None) -> Tensor | None:
-    """Return a mask of the elements that kept their poison under both fills, None for no such."""
+def _forgotten(outputs: Sequence[Output], live: Tensor | None) -> Tensor | None:
+    """Return a mask of the elements that kept their poison under every fill, None for no such."""
+    first = outputs[0]
     if not first.view.numel():
         return None
-    kept = (_bytes(first) == first.poison) & (_bytes(second) == second.poison)
+    kept = torch.stack([_bytes(output) == output.poison for output in outputs]).all(0)
     # A number is stored whole; of a packed word a single byte may be forgotten.
     left = kept.all(-1) if first.view.dtype.is_floating_point else kept.any(-1)
     if live is not None:
