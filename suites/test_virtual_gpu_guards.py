@@ -64,8 +64,8 @@ def shifted_copy(x_ptr, o_ptr, n, load_shift, store_shift, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def racy(o_ptr):
-    tl.store(o_ptr, tl.program_id(0))
+def last(o_ptr):
+    tl.atomic_xchg(o_ptr, tl.program_id(0))
 
 
 @triton.jit
@@ -131,9 +131,9 @@ def test_arguments_that_are_no_kernel_or_no_value_are_refused() -> None:
     with pytest.raises(TypeError, match=r"launch takes a @triton\.jit function, got function"):
         vg.launch(test_float64_has_no_model, (1,))
     with pytest.raises(TypeError, match="argument o_ptr is a str"):
-        vg.launch(racy, (1,), "tensor")
+        vg.launch(last, (1,), "tensor")
     with pytest.raises(ValueError, match="a grid is one to three sizes"):
-        vg.launch(racy, (1, 1, 1, 1), torch.zeros(1, dtype=torch.int32))
+        vg.launch(last, (1, 1, 1, 1), torch.zeros(1, dtype=torch.int32))
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -190,15 +190,15 @@ def test_a_strided_view_covers_its_extent() -> None:
 # --- order, replay, state ------------------------------------------------------------------------
 
 
-def test_order_shows_in_a_racy_kernel_and_nowhere_else() -> None:
+def test_order_shows_in_the_last_exchange_and_nowhere_else() -> None:
     x = torch.arange(1024, dtype=torch.int32)
     results = []
     for seed in (None, 1, 2):
-        o, last = torch.zeros_like(x), torch.zeros(1, dtype=torch.int32)
+        o, winner = torch.zeros_like(x), torch.zeros(1, dtype=torch.int32)
         vg.launch(shifted_copy, (16,), x, o, 1024, 0, 0, BLOCK=64, order_seed=seed)
-        vg.launch(racy, (16,), last, order_seed=seed)
+        vg.launch(last, (16,), winner, order_seed=seed)
         assert torch.equal(o, x)
-        results.append(last.item())
+        results.append(winner.item())
     assert results[0] == 15
     assert len(set(results)) > 1
 
@@ -234,12 +234,12 @@ def test_a_tape_replays_frozen_scalars_on_changed_tensors() -> None:
 
 
 def test_shuffled_changes_the_order_of_dispatched_launches() -> None:
-    last = torch.zeros(1, dtype=torch.int32)
+    winner = torch.zeros(1, dtype=torch.int32)
     seen = set()
     for seed in range(4):
         with vg.shuffled(seed):
-            vg.dispatch(racy, (16,), last)
-            seen.add(last.item())
+            vg.dispatch(last, (16,), winner)
+            seen.add(winner.item())
     assert len(seen) > 1
 
 
@@ -247,15 +247,15 @@ def test_triton_is_as_before_after_a_launch_that_failed() -> None:
     before = {
         name: getattr(tl, name) for name in ("load", "sum", "range", "reduce", "static_assert")
     }
-    members = dict(vars(tl.tensor)), dict(vars(tl.dtype)), type(racy).__call__
+    members = dict(vars(tl.tensor)), dict(vars(tl.dtype)), type(last).__call__
     with pytest.raises(vg.UnmodelledOperation):
         vg.launch(refused, (1,), torch.ones(64), torch.zeros(64), OP="sqrt")
     assert {name: getattr(tl, name) for name in before} == before
-    assert (dict(vars(tl.tensor)), dict(vars(tl.dtype)), type(racy).__call__) == members
+    assert (dict(vars(tl.tensor)), dict(vars(tl.dtype)), type(last).__call__) == members
     assert "_virtual_gpu" not in globals()
     with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
-        racy(1.0)
-    assert "st.global" in vg.ptx(racy, torch.zeros(1, dtype=torch.int32))
+        last(1.0)
+    assert "atom.global" in vg.ptx(last, torch.zeros(1, dtype=torch.int32))
 
 
 @triton.jit

@@ -22,10 +22,11 @@ from moe_parity.harness.checks.exact import exact
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.memory import Memory
 from moe_parity.harness.checks.verdict import Verdict, caused, found
-from moe_parity.harness.diagnosis.cause import Cause, CauseKind
+from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
 from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.call import BadCall
+from moe_parity.kernels.faults import MemoryFault
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Hazard, Recipe
 from moe_parity.references.language.stage import Kind, Subset
@@ -105,6 +106,11 @@ def first_line(error: BaseException) -> str:
 
 def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.EXACT) -> Verdict:
     """Return the red verdict of a kernel that raised, with the kernel's own line."""
+    if isinstance(error, MemoryFault):
+        words, text = error.name.replace("_", " "), first_line(error)
+        whole = f"{opened(words)} in {kernel.stage} of {kernel.name} on {case.id}: {text}"
+        cause = Cause(kind=CauseKind.MEMORY, name=error.name, words=words)
+        return caused(found(name, whole), cause)
     text, place = first_line(error), ""
     if not isinstance(error, BadOutput):
         text = f"{type(error).__name__}: {text}"

@@ -15,7 +15,14 @@ from moe_parity.kernels.virtual_gpu.errors import (
 )
 from moe_parity.kernels.virtual_gpu.launcher import LaunchReport, launch
 from moe_parity.kernels.virtual_gpu.lowering import dot_unit, opcodes, ptx
-from moe_parity.kernels.virtual_gpu.record import Launch, Tape, dispatch, record, shuffled
+from moe_parity.kernels.virtual_gpu.record import (
+    Launch,
+    Tape,
+    dispatch,
+    record,
+    reversed_order,
+    shuffled,
+)
 from moe_parity.kernels.written import mark, unwritten, watching
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "opcodes",
     "ptx",
     "record",
+    "reversed_order",
     "shuffled",
     "unwritten",
     "watching",

@@ -21,6 +21,7 @@ from triton._C.libtriton import ir
 from moe_parity.kernels.virtual_gpu import contraction, lowering, models
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
+from moe_parity.kernels.virtual_gpu.order import Order
 from moe_parity.kernels.virtual_gpu.plain import PlainOperations
 from moe_parity.kernels.virtual_gpu.values import Array, Value, numpy_type, signature_name
 from moe_parity.references.chips import Unit, tensor_core
@@ -49,6 +50,13 @@ _ATOMICS: dict[Any, Callable[[Array, Array], Array]] = {
     ir.ATOMIC_OP.XCHG: lambda _, new: new,
 }
 
+_PROMISES = {
+    ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    ir.MEM_SEMANTIC.RELEASE: "release",
+    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+}
+
 
 class VirtualBuilder(PlainOperations):
     """One launch: its memory, the program that runs, and what it has used."""
@@ -60,13 +68,13 @@ class VirtualBuilder(PlainOperations):
         num_warps: int,
         read_unit: Callable[[], Unit],
         compiling: Callable[[], AbstractContextManager[None]],
-        lanes: np.random.Generator | None,
+        lanes: Order,
         contract: bool = False,
     ) -> None:
         """Prepare a launch.
 
         ``compiling`` gives a context in which Triton's compiler may run, ``read_unit`` the unit
-        of the kernel's dots, ``lanes`` the order of atomics within a block (ascending if None).
+        of the kernel's dots, ``lanes`` the order of atomics within a block.
         ``contract`` makes an FMA of a product and an addition, as Triton does by default.
         """
         self.contract = contract
@@ -249,15 +257,18 @@ class VirtualBuilder(PlainOperations):
         self.create_masked_store(pointer, value, None)
 
     def create_atomic_rmw(
-        self, op: Any, pointer: Value, value: Value, mask: Value, *_: Any
+        self, op: Any, pointer: Value, value: Value, mask: Value, sem: Any, *_: Any
     ) -> Value:
         """Atomics on integers; those on floats round in an unknown order."""
         if op not in _ATOMICS or not value.dtype.is_int():
             unmodelled(f"tl.atomic_{str(op).split('.')[-1].lower()} on {value.dtype}")
-        old = self.memory.update(pointer, value.data, mask.data, _ATOMICS[op], self.lanes)
+        data, promise = value.data, _PROMISES[sem]
+        old = self.memory.update(pointer, data, mask.data, _ATOMICS[op], self.lanes, promise)
         return Value(old, value.dtype)
 
-    def create_atomic_cas(self, pointer: Value, expected: Value, value: Value, *_: Any) -> Value:
+    def create_atomic_cas(
+        self, pointer: Value, expected: Value, value: Value, sem: Any, *_: Any
+    ) -> Value:
         """``tl.atomic_cas`` on one integer."""
         if not value.dtype.is_int() or pointer.data.size != 1:
             unmodelled(f"tl.atomic_cas on {pointer.data.size} elements of {value.dtype}")
@@ -265,7 +276,8 @@ class VirtualBuilder(PlainOperations):
         def swap(old: Array, new: Array) -> Array:
             return np.where(old == expected.data, new, old)
 
-        return Value(self.memory.update(pointer, value.data, None, swap, None), value.dtype)
+        old = self.memory.update(pointer, value.data, None, swap, np.arange, _PROMISES[sem])
+        return Value(old, value.dtype)
 
     # dot ---------------------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,10 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from moe_parity.kernels.virtual_gpu import language, lowering
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
-from moe_parity.kernels.virtual_gpu.errors import MemoryFault, UnmodelledOperation
-from moe_parity.kernels.virtual_gpu.memory import Memory, Region
+from moe_parity.kernels.virtual_gpu.errors import MemoryFault, Race, UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.memory import Memory
+from moe_parity.kernels.virtual_gpu.order import Order, orders
+from moe_parity.kernels.virtual_gpu.region import Region
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 from moe_parity.references.chips import Unit
 
@@ -46,6 +47,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int | None = None,
     order_seed: int | None = None,
+    backwards: bool = False,
     **kwargs: Any,
 ) -> LaunchReport:
     """Interpret ``kernel`` over ``grid``; tensors are CPU tensors and are written in place.
@@ -53,11 +55,12 @@ def launch(
     ``args`` and ``kwargs`` are the kernel's arguments and the compiler's options, as in
     ``kernel[grid](...)``; the result is what they give on an H200, with ``enable_fp_fusion=False``
     unless it is given (``contraction``).
-    Programs run in ascending order (axis 0 fastest), or in one drawn from ``order_seed``, which
-    also shuffles the lanes of atomics: a kernel without races gives the same bits either way.
+    Programs run in ascending order (axis 0 fastest), or in another one drawn from ``order_seed``,
+    or ``backwards``; the lanes of atomics go in that order as well.
 
-    Raises UnmodelledOperation, OutOfBounds, AssertionError for a failed device_assert, and
-    TypeError or ValueError for arguments a launch would refuse.
+    Raises UnmodelledOperation; OutOfBounds, Race and UnwrittenRead for what a kernel may not do to
+    memory (``races``, ``kernels.written``); AssertionError for a failed device_assert; TypeError or
+    ValueError for arguments a launch would refuse.
     """
     _check(kernel, args, kwargs)
     options = {name: kwargs.pop(name) for name in list(kwargs) if name not in kernel.arg_names}
@@ -65,18 +68,19 @@ def launch(
     bound = kernel.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     shape = _shape(grid, bound.arguments)
+    programs, lanes = orders(order_seed, backwards)
     regions: list[Region] = []
     builder = VirtualBuilder(
-        Memory(regions),
+        Memory(kernel.__name__, regions),
         num_warps=num_warps,
         read_unit=lambda: lowering.dot_unit(kernel, *args, **kwargs, **options),
         compiling=language.compiling,
-        lanes=None if order_seed is None else np.random.default_rng(order_seed),
+        lanes=lanes,
         contract=bool(options.get("enable_fp_fusion")),
     )
     builder.grid = shape
     values = {p.name: _argument(p, bound.arguments[p.name], regions) for p in kernel.params}
-    _run(kernel, builder, values, order_seed)
+    _run(kernel, builder, values, programs)
     return LaunchReport(
         kernel=kernel.__name__,
         grid=shape,
@@ -138,22 +142,17 @@ def _runtime(name: str, annotated: str, value: Any, regions: list[Region]) -> An
     return tl.tensor(Value(np.array([value]).astype(numpy_type(ty)), ty), ty)
 
 
-def _programs(shape: tuple[int, int, int], seed: int | None) -> Iterator[tuple[int, int, int]]:
-    x, y, z = shape
-    if seed is None:
-        yield from ((i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x)))
-        return
-    for n in np.random.default_rng(seed).permutation(x * y * z).tolist():
-        yield n % x, n // x % y, n // (x * y)
-
-
-def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], seed: int | None) -> None:
+def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], order: Order) -> None:
+    x, y, z = builder.grid
     try:
         with language.active(builder):
             body = language.function(kernel)
-            for program in _programs(builder.grid, seed):
-                builder.program = program
+            for n in order(x * y * z).tolist():
+                builder.program = program = n % x, n // x % y, n // (x * y)
+                builder.memory.races.begin(program)
                 body(**values)
+    except Race as error:  # names the lines of both
+        raise error from None
     except (UnmodelledOperation, MemoryFault, AssertionError) as error:
         raise type(error)(f"{_place(kernel, builder, error)}: {error}") from None
     except Exception as error:

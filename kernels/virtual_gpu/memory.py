@@ -8,65 +8,23 @@ the PTX of Triton 3.6 to 3.9 does (it zeroes the register before the predicated 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from moe_parity.kernels import written
 from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnwrittenRead
+from moe_parity.kernels.virtual_gpu.order import Order
+from moe_parity.kernels.virtual_gpu.races import Races
+from moe_parity.kernels.virtual_gpu.region import Region
 
 if TYPE_CHECKING:
     from moe_parity.kernels.virtual_gpu.values import Value
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(eq=False)
-class Region:
-    """The bytes of one tensor argument: ``[start, stop)``."""
-
-    name: str
-    tensor: torch.Tensor
-    start: int = 0
-    stop: int = 0
-    views: dict[Any, tuple[int, Array]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Measure the tensor."""
-        t = self.tensor
-        self.start = self.stop = t.data_ptr()
-        if t.numel():
-            last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-            self.stop += (last + 1) * t.element_size()
-
-    def elements(self, kind: np.dtype[Any]) -> tuple[int, Array]:
-        """Return (address, array) of this memory as elements of ``kind``, the address aligned."""
-        if kind not in self.views:
-            origin = self.start - self.start % kind.itemsize
-            count = (self.stop - origin) // kind.itemsize
-            raw = (ctypes.c_char * (count * kind.itemsize)).from_address(origin)
-            self.views[kind] = origin, np.frombuffer(memoryview(raw), dtype=kind)
-        return self.views[kind]
-
-    def element(self, address: int) -> str:
-        """Name the element that an address belongs to: ``element [3, 0] of scales (...)``."""
-        size, shape = self.tensor.element_size(), self.tensor.shape
-        left, index = (address - self.start) // size, [0] * len(shape)
-        for n in sorted(range(len(shape)), key=self.tensor.stride, reverse=True):
-            if shape[n] > 1 and self.tensor.stride(n):
-                index[n] = min(left // self.tensor.stride(n), shape[n] - 1)
-                left -= index[n] * self.tensor.stride(n)
-        if left:
-            return f"byte {address - self.start}, between the elements, of {self}"
-        return f"element {index} of {self}"
-
-    def __str__(self) -> str:
-        """Describe the tensor for an error message."""
-        return f"{self.name} ({str(self.tensor.dtype)[6:]} {list(self.tensor.shape)})"
 
 
 @dataclass(frozen=True)
@@ -100,9 +58,10 @@ Part = tuple[Region, Array | None, Array]
 class Memory:
     """The regions of one launch, with bounds checks and byte counts."""
 
-    def __init__(self, regions: list[Region]) -> None:
+    def __init__(self, kernel: str, regions: list[Region]) -> None:
         """Take the tensors; the list may still grow before the first access."""
         self.regions = regions
+        self.races = Races(kernel, regions)
         self.bytes_loaded = 0
         self.bytes_stored = 0
         self.watch = written.current()
@@ -113,6 +72,8 @@ class Memory:
         """Return the elements at ``pointer``; lanes masked off give ``other``, or 0."""
         parts = list(self._parts(_Access.of("load", pointer, mask, kind.itemsize)))
         self._read(parts, kind)
+        for region, _, address in parts:
+            self.races.load(region, address, kind.itemsize)
         if len(parts) == 1 and parts[0][1] is None:
             region, _, address = parts[0]
             origin, elements = region.elements(kind)
@@ -131,7 +92,14 @@ class Memory:
         access = _Access.of("store", pointer, mask, kind.itemsize)
         for region, lanes, address in list(self._parts(access)):
             origin, elements = region.elements(kind)
-            elements[_index(address, origin, kind)] = value if lanes is None else value[lanes]
+            index = _index(address, origin, kind)
+            given = value if lanes is None else value[lanes]
+            changes = partial(_differ, elements, index, given)
+            self.races.store(region, address, kind.itemsize, changes)
+            elements[index] = given
+            lost = changes()  # a lane whose value another lane of this store has replaced
+            if lost.any():
+                self.races.lanes(region, int(address[lost][0]))
             self._wrote(address, kind)
 
     def update(
@@ -140,11 +108,13 @@ class Memory:
         operand: Array,
         mask: Array | None,
         function: Callable[[Array, Array], Array],
-        order: np.random.Generator | None,
+        order: Order,
+        promise: str = "acq_rel",
     ) -> Array:
         """Replace each element by ``function(old, operand)``, lane by lane; return the old ones.
 
-        Lanes go in ascending order, or in one drawn from ``order``: the GPU promises none.
+        Lanes go in ``order``: the GPU promises none.
+        ``promise`` is the order of memory: ``relaxed``, ``acquire``, ``release`` or ``acq_rel``.
         """
         kind, shape = operand.dtype, pointer.data.shape
         operand, old = np.broadcast_to(operand, shape), np.zeros(shape, operand.dtype)
@@ -152,11 +122,11 @@ class Memory:
         parts = list(self._parts(access))
         self._read(parts, kind)
         for region, lanes, address in parts:
+            self.races.atomic(region, address, kind.itemsize, promise)
             origin, elements = region.elements(kind)
             where = np.flatnonzero(np.ones(shape, bool) if lanes is None else lanes)
             index = _index(address, origin, kind).ravel()
-            sequence = order.permutation(index.size) if order else np.arange(index.size)
-            for n in sequence:
+            for n in order(index.size):
                 at = slice(index[n], index[n] + 1)
                 old.flat[where[n]] = elements[at][0]
                 elements[at] = function(elements[at], operand.flat[where[n] : where[n] + 1])
@@ -238,3 +208,10 @@ class Memory:
 def _index(address: Array, origin: int, kind: np.dtype[Any]) -> Array:
     shifted: Array = (address - np.uint64(origin)) >> np.uint64(kind.itemsize.bit_length() - 1)
     return shifted
+
+
+def _differ(elements: Array, index: Array, given: Array) -> Array:
+    """Return where memory does not hold the bits given."""
+    bits = np.dtype(f"u{elements.dtype.itemsize}")
+    differ: Array = elements.view(bits)[index] != np.ascontiguousarray(given).view(bits)
+    return differ

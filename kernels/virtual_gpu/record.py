@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Launch:
         if _on_gpu(self.args) or _on_gpu(tuple(self.options.values())):
             self.kernel[self.grid](*self.args, **{"enable_fp_fusion": False, **self.options})
             return None
-        return launch(self.kernel, self.grid, *self.args, order_seed=_seed(), **self.options)
+        return launch(self.kernel, self.grid, *self.args, **_ordered(), **self.options)
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Tape:
 
 
 _tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
-_order: ContextVar[Iterator[int] | None] = ContextVar("order", default=None)
+_order: ContextVar[Iterator[dict[str, Any]] | None] = ContextVar("order", default=None)
+"""How each launch orders its programs, as options of ``launch``."""
 
 
 def dispatch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> LaunchReport | None:
@@ -83,17 +85,33 @@ def record() -> Iterator[Tape]:
 
 @contextmanager
 def shuffled(seed: int) -> Iterator[None]:
-    """Run the programs of every launch on the virtual GPU in an order drawn from ``seed``."""
-    token = _order.set(iter(range(seed << 16, (seed + 1) << 16)))
+    """Run the programs of every launch on the virtual GPU in an order drawn from ``seed``.
+
+    Where a launch has more than one program, it is never the ascending order.
+    """
+    with _orders({"order_seed": n} for n in range(seed << 16, (seed + 1) << 16)):
+        yield
+
+
+@contextmanager
+def reversed_order() -> Iterator[None]:
+    """Run the programs of every launch on the virtual GPU from the last to the first."""
+    with _orders(repeat({"backwards": True})):
+        yield
+
+
+@contextmanager
+def _orders(each: Iterator[dict[str, Any]]) -> Iterator[None]:
+    token = _order.set(each)
     try:
         yield
     finally:
         _order.reset(token)
 
 
-def _seed() -> int | None:
-    order = _order.get()
-    return None if order is None else next(order)
+def _ordered() -> dict[str, Any]:
+    each = _order.get()
+    return {} if each is None else next(each)
 
 
 def _on_gpu(values: tuple[Any, ...]) -> bool:

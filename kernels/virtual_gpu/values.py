@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from moe_parity.kernels.virtual_gpu.memory import Region
+from moe_parity.kernels.virtual_gpu.region import Region
 
 Array = np.ndarray[Any, Any]
 
