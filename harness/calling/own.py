@@ -12,6 +12,7 @@ that is taken while a stream is captured, since a fill would become part of the 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -292,7 +293,7 @@ class OwnMemory(TorchDispatchMode):
             if own is not None:
                 found.append(
                     Output(
-                        name=name, view=tensor, storage=own.storage, poison=own.fill,
+                        name=name, view=tensor.detach(), storage=own.storage, poison=own.fill,
                         owned=0, tail=0,
                     )
                 )  # fmt: skip
@@ -306,8 +307,21 @@ def _plain(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     if tensor.is_cuda:
-        return not torch.cuda.is_current_stream_capturing()
+        return not torch.cuda.is_current_stream_capturing() and not _compiled()
     return tensor.device.type == "cpu"
+
+
+def _compiled() -> bool:
+    """Whether the caller is code of ``torch.compile``, whose graphs own all of their memory pool.
+
+    Memory that is kept there stops them with an error.
+    """
+    frame = sys._getframe() if "torch._inductor" in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _extent(tensor: Tensor) -> int:
