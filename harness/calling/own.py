@@ -23,38 +23,17 @@ from torch._ops import key_extractor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe_parity.harness.calling.operations import Operation, operation
 from moe_parity.harness.calling.poison import GUARD, Output, own_fill
 from moe_parity.kernels.written import current, mark, unwritten
 
 HELD = 1 << 30
 """Bytes of a call that are kept; beyond them what the kernel has let go is checked, and freed."""
 
-FRESH = {
-    "empty": "torch.empty",
-    "empty_like": "torch.empty_like",
-    "empty_strided": "torch.empty_strided",
-    "empty_permuted": "torch.empty_permuted",
-    "new_empty": "new_empty",
-    "new_empty_strided": "new_empty_strided",
-}
-"""Operations that return memory which nobody has written, and what a caller calls them."""
 DTYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64",
 }  # fmt: skip
 """How the project calls them."""
-GROWS = ("resize_", "resize_as_")
-MOVES_NOTHING = {
-    "set_", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_", "rename_", "swapaxes_",
-    "swapdims_", "detach_",
-}  # fmt: skip
-"""Operations in place that write to no element."""
-TORCH = {
-    "aten", "prim", "prims", "quantized", "_quantized", "mkl", "mkldnn", "mkldnn_prepacked",
-    "onednn", "inductor", "c10d", "fsdp", "_c10d_functional", "_c10d_functional_autograd",
-    "symm_mem", "streams", "profiler", "rngprims", "debugprims", "export", "flex_lib",
-    "static_runtime", "torchvision", "torchaudio",
-}  # fmt: skip
-"""Namespaces of torch's own operations; what these take for themselves is left alone."""
 ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.PythonTLSSnapshot
 )
@@ -109,40 +88,7 @@ class Own:
         return bool(torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata) <= 2)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What an operation does to memory, as far as it matters here."""
-
-    fresh: str = ""
-    grows: bool = False
-    users: bool = False
-    """Whether a kernel's own package registered it, so that it may take memory as a kernel does."""
-    python: bool = False
-    """Whether such an operation is written in Python: what it writes is seen inside."""
-    writes: tuple[tuple[int, str], ...] = ()
-    """Position and name of the arguments that it writes to."""
-
-
-_KINDS: dict[Any, _Kind] = {}
-
-
-def _kind(func: Any) -> _Kind:
-    name, overload = func._opname, func._overloadname
-    if func.namespace == "aten" and name in FRESH and "out" not in overload:
-        return _Kind(fresh=FRESH[name])
-    if func.namespace == "aten" and name in GROWS and "out" not in overload:
-        return _Kind(grows=True)
-    users = func.namespace not in TORCH
-    path = f"{func.namespace}/{name}" + (f".{overload}" if overload != "default" else "")
-    python = users and any(known.startswith(path + "/") for known in torch.library._impls)
-    if python or name in MOVES_NOTHING:
-        return _Kind(users=users, python=python)
-    arguments = enumerate(func._schema.arguments)
-    writes = ((n, a.name) for n, a in arguments if a.alias_info and a.alias_info.is_write)
-    return _Kind(users=users, writes=tuple(writes))
-
-
-class OwnMemory(TorchDispatchMode):
+class OwnMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, what the running kernel takes is poisoned, guarded and kept.
 
     ``poison`` is one of ``POISONS``, or 0 for memory of zeros.
@@ -150,7 +96,7 @@ class OwnMemory(TorchDispatchMode):
 
     def __init__(self, poison: int) -> None:
         """Take the poison of a call."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.poison = poison
         self.kept: dict[int, Own] = {}
         """By the address of the storage."""
@@ -175,9 +121,7 @@ class OwnMemory(TorchDispatchMode):
     ) -> Any:
         """Run an operation; move what it takes."""
         kwargs = kwargs or {}
-        kind = _KINDS.get(func)
-        if kind is None:
-            kind = _KINDS[func] = _kind(func)
+        kind = operation(func)
         if kind.fresh:
             return self._moved(func(*args, **kwargs), kind.fresh, bool(kwargs.get("pin_memory")))
         if kind.grows:
@@ -190,7 +134,8 @@ class OwnMemory(TorchDispatchMode):
     def _below(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation of the kernel's own with the mode active inside."""
         tensors = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
-        keys = key_extractor(tensors, torch._C._dispatch_keyset_full()) - ABOVE
+        every = torch._C._dispatch_keyset_full()
+        keys = key_extractor(tensors, every) - ABOVE  # type: ignore[no-untyped-call]
         if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), SELECT):
             keys = keys - torch._C.DispatchKeySet(SELECT)
         if not tensors:
@@ -253,7 +198,7 @@ class OwnMemory(TorchDispatchMode):
             mark(raw[GUARD : GUARD + had].copy_(own.storage[start : start + had]))
         return tensor.set_(storage, GUARD // size, model.shape, model.stride())
 
-    def _written(self, kind: _Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _written(self, kind: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what an operation of torch wrote to."""
         for position, name in kind.writes:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -330,7 +275,7 @@ def _extent(tensor: Tensor) -> int:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in steps)
-    return (last + 1) * tensor.element_size()
+    return int(last + 1) * tensor.element_size()
 
 
 __all__ = ["Own", "OwnMemory"]
