@@ -16,8 +16,25 @@ GUARD = 4096
 POISONS = (0xFF, 0x5C)
 """Two fills: what equals its fill under both was not written.  The first is a NaN."""
 
-SCRATCH = {0xFF: 0xFF, 0x5C: 0x3A}
+ZEROS = 0
+"""A third: a test for zero comes out the same under both poisons, which hold none."""
+
+SCRATCH = {0xFF: 0xFF, 0x5C: 0x3A, ZEROS: ZEROS}
 """The fill of memory that is no output, under each poison: copied from there it is another byte."""
+
+OWN = (0x3B, 0x36, 0x3D, 0x33, 0x39, 0x3E, 0x31)
+"""Fills of what a kernel takes by itself, in turn, under the second poison.
+
+As POISONS[1] and SCRATCH they are small positive numbers in every float format, FP8 too, and large
+integers: an index read from there is out of range.  In turn, so that a copy is not taken for an
+element that was left."""
+
+
+def own_fill(poison: int, number: int, dtype: torch.dtype) -> int:
+    """Return the fill of a kernel's own allocation ``number``; a bool is true once, then false."""
+    if dtype is torch.bool:
+        return int(poison == POISONS[0])
+    return OWN[number % len(OWN)] if poison == POISONS[1] else poison
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.canonical import canonical, declared
+from moe_parity.harness.calling.canonical import canonical, declared, named
+from moe_parity.harness.calling.own import OwnMemory
 from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
 from moe_parity.kernels import Call, Kernel
 from moe_parity.kernels.written import watching
@@ -26,6 +26,14 @@ class Ran:
 
     outputs: dict[str, Tensor]
     memory: list[Output]
+    returned: list[Output]
+    """The outputs that lie in memory which the kernel took by itself."""
+    taken: int
+    """How much uninitialised memory it took that is no output of call.new: allocations."""
+    guarded: int
+    """Bytes around such memory that were looked at."""
+    stray: str
+    """What it wrote beside such memory, in words that follow its name; empty for nothing."""
     fates: Mapping[str, Tensor]
     input_kept: bool
     """Whether the inputs' whole storage is as it was; it is put back where not."""
@@ -44,7 +52,7 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     new = PoisonedAllocator(device=str(device), poison=poison, names=names)
     call = Call(case=case, stage=kernel.stage, inputs=_aliased(inputs), allocate=new)
     try:
-        with poisoned_empty(), settings_kept(), watching():
+        with settings_kept(), watched(kernel, device.type), OwnMemory(poison) as own:
             returned = kernel.run(call)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -52,6 +60,9 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
         input_kept = kept.put_back()
     return Ran(
         outputs=canonical(kernel.name, call, returned), memory=new.outputs,
+        returned=own.returned(named(kernel.name, call, returned)),
+        taken=own.taken + sum(output.name not in names for output in new.outputs),
+        guarded=own.guarded, stray=own.stray(),
         fates=declared(kernel.name, returned), input_kept=input_kept,
     )  # fmt: skip
 
@@ -90,23 +101,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def poisoned_empty() -> Iterator[None]:
-    """Fill what ``torch.empty`` returns with NaN, or the largest integer, for the time of a call.
-
-    A row that a kernel forgets in memory of its own then shows, whatever was there before.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
-
-
-@contextmanager
 def settings_kept() -> Iterator[None]:
     """Take back what a kernel sets for its process: references compute under the settings before.
 
@@ -122,6 +116,11 @@ def settings_kept() -> Iterator[None]:
         torch.set_flush_denormal(False)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+def watched(kernel: Kernel, device: str) -> AbstractContextManager[None]:
+    """Return a context in which the virtual GPU raises where a launch reads what nobody wrote."""
+    return watching() if kernel.runs_on(device) == "virtual_gpu" else nullcontext()
 
 
 def other_order(kernel: Kernel, case: Case, device: str) -> AbstractContextManager[object]:
@@ -142,4 +141,4 @@ def on_device(kernel: Kernel, case: Case, device: str) -> dict[str, Tensor]:
     return run(kernel, case, kernel.stage.inputs(case, device)).outputs
 
 
-__all__ = ["Ran", "on_device", "other_order", "poisoned_empty", "run"]
+__all__ = ["Ran", "on_device", "other_order", "run"]

@@ -59,13 +59,13 @@ def check(
             reason = f"refused: {first_line(error)}"
             yield Verdict(check=Check.EXACT, verdict="skip", reason=reason)
         else:
-            yield raised(kernel, case, error)
+            verdict = raised(kernel, case, error)
+            yield _by_memory(verdict, kernel, case, device, made, POISONS[0], error)
         return
     again: Memory | Verdict | None = None
     if kernel.contract.checks & {Check.WRITE_SET, Check.RERUN}:
         again = _again(kernel, case, device, made, ran)
-    cause = again.cause if isinstance(again, Memory) else None
-    yield from _exact(kernel, case, device, made, ran, power=power, cause=cause)
+    yield from _exact(kernel, case, device, made, ran, power=power, again=again)
     yield from _others(kernel, case, device, made, ran, again)
 
 
@@ -76,7 +76,27 @@ def _again(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Me
             second = run(kernel, case, inputs, poison=POISONS[1])
         return memories.memory(kernel, case, inputs, device, ran, second)
     except BROKEN as error:
-        return raised(kernel, case, error, Check.RERUN)
+        verdict = raised(kernel, case, error, Check.RERUN)
+        return _by_memory(verdict, kernel, case, device, inputs, POISONS[1], error)
+
+
+def _by_memory(
+    verdict: Verdict, kernel: Kernel, case: Case, device: str, inputs: Any, poison: int,
+    error: BaseException,
+) -> Verdict:  # fmt: skip
+    """Return a verdict of a call that failed; where memory decides that it does, with that cause.
+
+    On a GPU nothing is called again after an error, which may have taken the device with it.
+    """
+    known = isinstance(error, ParityError | BadOutput)
+    if known or verdict.cause_kind == CauseKind.MEMORY or kernel.runs_on(device) != "cpu":
+        return verdict
+    if not memories.fails_on(kernel, case, inputs, device, poison):
+        return verdict
+    words = f"{memories.FAILS}: {first_line(error)}"
+    message = f"{verdict.message}. It {memories.FAILS}; on other contents it does not."
+    cause = Cause(kind=CauseKind.MEMORY, name="poison_read", words=words)
+    return caused(_with(verdict, message=message), cause)
 
 
 def first_line(error: BaseException) -> str:
@@ -129,15 +149,17 @@ def _exact(
     ran: Ran,
     *,
     power: bool,
-    cause: Cause | None,
+    again: Memory | Verdict | None,
 ) -> Iterator[Verdict]:
     """Judge the stages inside, each on the kernel's own upstream tensors, then the whole."""
     stage, recipes = kernel.stage, kernel.recipes(case, device)
+    cause, settled = (again.cause, again.settled) if isinstance(again, Memory) else (None, False)
     starts = []
     for inner in stage.inner(case, inputs, ran.outputs):
         judged = Judged(
-            who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs, got=inner.got
-        )
+            who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs,
+            got=inner.got, settled=settled,
+        )  # fmt: skip
         name = f"exact_{inner.stage}"
         verdict = exact(judged, recipes, check=name, power=power, cause=cause)
         starts += [inner.stage.name] if verdict.failed else []
@@ -145,7 +167,9 @@ def _exact(
     name = f"exact_{stage}" if stage.partial else Check.EXACT
     got = {list(ran.outputs)[-1]: list(ran.outputs.values())[-1]} if stage.partial else ran.outputs
     alone = len(ran.outputs) == 1
-    judged = Judged(who=kernel.name, stage=stage, case=case, inputs=inputs, got=got)
+    judged = Judged(
+        who=kernel.name, stage=stage, case=case, inputs=inputs, got=got, settled=settled
+    )
     searched = not stage.partial or alone
     verdict = exact(
         judged, recipes, check=name, power=power and searched, search=searched, cause=cause
@@ -168,12 +192,14 @@ def _others(
     kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, again: Memory | Verdict | None
 ) -> Iterator[Verdict]:
     checks = kernel.contract.checks
+    cause = again.cause if isinstance(again, Memory) else None
     if Check.INPUT_KEPT in checks:
         fault = "" if ran.input_kept else f"{kernel.stage} of {kernel.name} writes to its input."
         compared = sum(t.numel() for t in kernel.stage.handed(inputs))
         yield found(Check.INPUT_KEPT, fault, compared=compared)
     if Check.FINITE in checks:
-        yield finite(kernel, case, inputs, ran, kernel.recipes(case, device))
+        verdict = finite(kernel, case, inputs, ran, kernel.recipes(case, device))
+        yield caused(verdict, cause) if verdict.failed and cause is not None else verdict
     if isinstance(again, Verdict):
         yield again
     elif again is not None:
@@ -183,9 +209,8 @@ def _others(
             yield rerun(kernel, again)
     if Check.ROW_SUBSET in checks:
         verdict = row_subset(kernel, case, device, inputs, ran)
-        memory = again.cause if isinstance(again, Memory) else None
         # what memory held explains that as well
-        yield caused(verdict, memory) if verdict.failed and memory is not None else verdict
+        yield caused(verdict, cause) if verdict.failed and cause is not None else verdict
 
 
 def finite(
@@ -228,10 +253,10 @@ def _not_finite(values: Tensor) -> Tensor:
 
 def write_set(kernel: Kernel, ran: Ran, again: Memory) -> Verdict:
     """All that is owned is written, and nothing beside it: guards, stride gaps, padding."""
-    if not ran.memory:
-        reason = "the kernel allocates its own outputs"
+    if not ran.memory and not ran.guarded:
+        reason = "the kernel takes no memory that is not written at once"
         return Verdict(check=Check.WRITE_SET, verdict="skip", reason=reason)
-    compared = sum(output.storage.numel() for output in ran.memory)
+    compared = sum(output.storage.numel() for output in ran.memory) + ran.guarded
     return _of_memory(kernel, Check.WRITE_SET, again.left or again.hit, compared=compared)
 
 

@@ -23,6 +23,8 @@ class Judged:
     case: Case
     inputs: Any
     got: Outputs
+    settled: bool = False
+    """Whether it is known that the kernel wrote all of them: other memory gave the same bits."""
 
     def against(self, recipe: Recipe) -> dict[str, Tensor]:
         """Return what a recipe gives."""

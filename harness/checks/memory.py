@@ -6,20 +6,21 @@ memory held before, is no matter of arithmetic, and explains every number that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.poison import Output
+from moe_parity.harness.calling.poison import POISONS, ZEROS, Output
 from moe_parity.harness.calling.run import Ran, other_order, run
-from moe_parity.harness.checks.compare import differences, where
+from moe_parity.harness.checks.compare import Difference, differences, where
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.kernels import Fate, Kernel
 from moe_parity.references.arithmetic.formats import row_major
 from moe_parity.references.language import Case
+from moe_parity.references.language.stage import Output as Named
 
 KIND = CauseKind.MEMORY
 UNSTABLE = {
@@ -27,6 +28,7 @@ UNSTABLE = {
     "poison_read": "reads memory that nobody has written: with other contents it gives other bits",
 }
 """Why bits change with the memory: name of the cause, and its words."""
+FAILS = "reads memory that nobody has written, and fails on what it holds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,9 @@ class Memory:
     """The same in a word: ``poison_read`` or ``not_repeatable``."""
     compared: int
     differing: int
-    """Outputs of the two calls, and how many differ."""
+    """Outputs of the calls, and how many differ."""
+    settled: bool
+    """Whether what the kernel returned is what it wrote: no part of it is left from before."""
 
     @property
     def cause(self) -> Cause | None:
@@ -77,10 +81,15 @@ def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, sec
     Every row does what the kernel declares; where it declares nothing, the rows of a stage's output
     that somebody owns are written.  Nothing beside the outputs changes.
     """
-    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
     beside = _asked(first, second) or _declared(first) or _declared(second)
     unwritten = "" if beside else _unwritten(kernel, case, inputs, first, second)
-    every = differences(outputs, second.outputs, first.outputs, live)
+    if unwritten:
+        # a number that memory decides may be the poison by chance
+        third = _on_zeros(kernel, case, inputs)
+        unwritten = _unwritten(kernel, case, inputs, first, second, third)
+    every = _moved(kernel, case, inputs, first, second)
+    if not unwritten and not any(d.wrong for d in every) and _tries_zeros(kernel, device, first):
+        every = _moved(kernel, case, inputs, first, run(kernel, case, inputs, poison=ZEROS))
     moved = next((d for d in every if d.wrong), None)
     unstable = why = ""
     if moved is not None:
@@ -95,15 +104,55 @@ def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, sec
     return Memory(
         unwritten=unwritten, beside=beside or _beside(kernel, first, second), unstable=unstable,
         why_unstable=why, compared=sum(d.of for d in every), differing=sum(d.wrong for d in every),
+        settled=not unwritten and not unstable and _names(first) == _names(second),
     )  # fmt: skip
+
+
+def _names(ran: Ran) -> list[str]:
+    """Return which outputs lie in the kernel's own memory: in memory that it kept, rows stay."""
+    return [output.name for output in ran.returned]
+
+
+def _moved(kernel: Kernel, case: Case, inputs: Any, first: Ran, other: Ran) -> list[Difference]:
+    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
+    return differences(outputs, other.outputs, first.outputs, live)
+
+
+def _tries_zeros(kernel: Kernel, device: str, first: Ran) -> bool:
+    """Whether a call on zeros could tell more: a test for zero comes out alike under both poisons.
+
+    The virtual GPU sees for itself what is read.
+    """
+    return first.taken > 0 and kernel.runs_on(device) != "virtual_gpu"
+
+
+def _on_zeros(kernel: Kernel, case: Case, inputs: Any) -> Ran | None:
+    """Call on memory of zeros; None where that fails, which two calls before did not."""
+    try:
+        return run(kernel, case, inputs, poison=ZEROS)
+    except (Exception, SystemExit):
+        return None
+
+
+def fails_on(kernel: Kernel, case: Case, inputs: Any, device: str, poison: int) -> bool:
+    """Whether a call that failed under ``poison`` depends on it: with other contents it does not.
+
+    The order of programs is the one of the second call.
+    """
+    other = POISONS[0] if poison != POISONS[0] else ZEROS
+    try:
+        with other_order(kernel, case, device):
+            run(kernel, case, inputs, poison=other)
+    except (Exception, SystemExit):
+        return False
+    return True
 
 
 def _why_unstable(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran) -> str:
     """Call once more on memory with the same contents: the order of programs, or what they read."""
-    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
     with other_order(kernel, case, device):
         third = run(kernel, case, inputs)
-    if any(d.wrong for d in differences(outputs, third.outputs, first.outputs, live)):
+    if any(d.wrong for d in _moved(kernel, case, inputs, first, third)):
         return "not_repeatable"
     return "poison_read"
 
@@ -117,6 +166,8 @@ def _beside(kernel: Kernel, first: Ran, second: Ran) -> str:
                 fault = f"writes beside {output.name}, {_beside_words(output, hit)}"
             if fault:
                 return fault
+        if ran.stray:
+            return ran.stray
     return ""
 
 
@@ -154,21 +205,49 @@ def _declared(ran: Ran) -> str:
     return ""
 
 
-def _unwritten(kernel: Kernel, case: Case, inputs: Any, first: Ran, second: Ran) -> str:
-    owned, named = kernel.stage.live(case, inputs), kernel.stage.outputs(case, inputs)
-    for one, two in zip(first.memory, second.memory, strict=False):
-        own = one.name in named and tuple(one.view.shape) == named[one.name].shape
-        kept = _forgotten(one, two, _live(one, first.fates, owned, stage_output=own))
+def _unwritten(
+    kernel: Kernel, case: Case, inputs: Any, first: Ran, second: Ran, third: Ran | None = None
+) -> str:
+    """Return which live elements kept the poison of every call, in words, or nothing."""
+    owned, stage = kernel.stage.live(case, inputs), kernel.stage.outputs(case, inputs)
+    for *outputs, fates in _watched(first, second, third):
+        one = outputs[0]
+        own = one.name in stage and tuple(one.view.shape) == stage[one.name].shape
+        live = _live(one, fates, owned, stage_output=own)
+        if fates is RETURNED:
+            own, live = True, live if own else None
+        kept = _forgotten(outputs, live)
         if kept is not None:
-            place = f"{one.name}{[int(n) for n in kept.nonzero()[0]]}"
-            if own and len(named[one.name].axes) == kept.dim():
-                index = tuple(int(n) for n in kept.nonzero()[0])
-                place = f"{where(inputs, named[one.name], index)} of {one.name}"
-            return (
-                f"leaves {place} unwritten, which is live; {int(kept.sum())} of {kept.numel()} "
-                "elements keep what memory held before the call"
-            )
+            return _left(one, kept, inputs, stage[one.name] if own else None)
     return ""
+
+
+RETURNED: Mapping[str, Tensor] = {}
+"""The fates of what lies in a kernel's own memory: it declares none."""
+
+
+def _watched(first: Ran, second: Ran, third: Ran | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the same output of every call, and its fates: from call.new, then of its own memory."""
+    every = (first, second) if third is None else (first, second, third)
+    for outputs in zip(*(ran.memory for ran in every), strict=False):
+        yield *outputs, first.fates
+    others = [{output.name: output for output in ran.returned} for ran in every]
+    for one in first.returned:
+        same = [other[one.name] for other in others if one.name in other]
+        if len(same) == len(every) and len({output.view.shape for output in same}) == 1:
+            yield *same, RETURNED
+
+
+def _left(output: Output, kept: Tensor, inputs: Any, known: Named | None) -> str:
+    """Return in words which elements of an output were left, and how many."""
+    index = tuple(int(n) for n in kept.nonzero()[0])
+    place = f"{output.name}{list(index)}"
+    if known is not None and len(known.axes) == kept.dim():
+        place = f"{where(inputs, known, index)} of {output.name}"
+    return (
+        f"leaves {place} unwritten, which is live; {int(kept.sum())} of {kept.numel()} "
+        "elements keep what memory held before the call"
+    )
 
 
 def _live(
@@ -212,11 +291,12 @@ def _fate_fault(output: Output, fates: Tensor | None) -> str:
     return ""
 
 
-def _forgotten(first: Output, second: Output, live: Tensor | None) -> Tensor | None:
-    """Return a mask of the elements that kept their poison under both fills, None for no such."""
+def _forgotten(outputs: Sequence[Output], live: Tensor | None) -> Tensor | None:
+    """Return a mask of the elements that kept their poison under every fill, None for no such."""
+    first = outputs[0]
     if not first.view.numel():
         return None
-    kept = (_bytes(first) == first.poison) & (_bytes(second) == second.poison)
+    kept = torch.stack([_bytes(output) == output.poison for output in outputs]).all(0)
     # A number is stored whole; of a packed word a single byte may be forgotten.
     left = kept.all(-1) if first.view.dtype.is_floating_point else kept.any(-1)
     if live is not None:

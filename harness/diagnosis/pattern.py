@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.poison import POISONS, SCRATCH
+from moe_parity.harness.calling.poison import OWN, POISONS, SCRATCH
 from moe_parity.harness.checks.compare import fitted, ordered
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.harness.diagnosis.scene import FEW, Scene, spread
@@ -26,7 +26,9 @@ def describe(scene: Scene) -> Cause:
     output = scene.judged.outputs[name]
     got, want, bad = scene.bits(name)
     values = fitted(scene.judged.got[name], scene.want[name])
-    slug, equal = next(_equal(output, got, want, bad, values), ("unknown", ""))
+    settled = scene.judged.settled
+    none = ("unknown", "written differently" if settled else "")
+    slug, equal = next(_equal(output, got, want, bad, values, settled), none)
     place = _place(scene, name)
     parts = ", ".join(filter(None, (equal, place)))
     words = f"unexplained {name}" + (f", {parts}," if parts else "")
@@ -49,14 +51,20 @@ def _place(scene: Scene, name: str) -> str:
 
 
 def _equal(
-    output: Output, got: Tensor, want: Tensor, bad: Tensor, values: tuple[Tensor, Tensor]
-) -> Iterator[tuple[str, str]]:
-    """Yield (name, words) of what the differing elements equal, the surest first."""
+    output: Output, got: Tensor, want: Tensor, bad: Tensor, values: tuple[Tensor, Tensor],
+    settled: bool,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Yield (name, words) of what the differing elements equal, the surest first.
+
+    ``settled`` says that the kernel wrote them: what looks like poison is a NaN of its own.
+    """
     seen, right = got[bad], want[bad]
     zero = 0x7F if output.kind is Kind.CODES else (1 << (8 * values[0].element_size() - 1)) - 1
     if output.kind is not Kind.INTEGERS and bool(((seen & zero) == 0).all()):
         yield "zeros", "all zero"
-    for byte in (*POISONS, *SCRATCH.values()):
+    if settled and output.kind is not Kind.INTEGERS and _all_nan(output, values[0][bad]):
+        yield "nan", "written with NaN"
+    for byte in () if settled else (POISONS[0], POISONS[1], SCRATCH[POISONS[1]], *OWN):
         if bool(_is_poison(values[0][bad], byte).all()):
             yield "poison", "as their memory was before the call"
     if bool((seen == seen[0]).all()) and seen.numel() > 1:
@@ -67,6 +75,14 @@ def _equal(
         yield from _moved(got, want, bad)
     if output.kind is not Kind.INTEGERS:
         yield from _numbers(output, seen, right, values, bad)
+
+
+def _decoder(output: Output, values: Tensor) -> Callable[[Tensor], Tensor]:
+    return output.codes.decode if values.dtype is torch.uint8 else to_f32
+
+
+def _all_nan(output: Output, values: Tensor) -> bool:
+    return bool(torch.isnan(_decoder(output, values)(values)).all())
 
 
 def _is_poison(values: Tensor, byte: int) -> Tensor:
@@ -105,11 +121,9 @@ def _row_like(row: Tensor, want: Tensor) -> int | None:
 def _numbers(
     output: Output, seen: Tensor, right: Tensor, values: tuple[Tensor, Tensor], bad: Tensor
 ) -> Iterator[tuple[str, str]]:
-    decode: Callable[[Tensor], Tensor] = (
-        output.codes.decode if values[0].dtype is torch.uint8 else to_f32
-    )
+    decode = _decoder(output, values[0])
     left, target = (decode(t[bad]).double() for t in values)
-    if bool(torch.isnan(left).all()):
+    if _all_nan(output, values[0][bad]):
         yield "nan", "all NaN"
     if bool((left == -target).all()):
         yield "negated", "of the other sign"
