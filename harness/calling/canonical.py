@@ -22,13 +22,16 @@ def canonical(name: str, call: Call, returned: object) -> dict[str, Tensor]:
     Raises BadOutput, in a sentence, for other names, shapes, dtypes or layouts than the stage has.
     """
     wanted = call.stage.outputs(call.case, call.inputs)
-    named = _named(name, call, returned, list(wanted))
+    named = by_name(name, call, returned)
     return {own: _one(name, own, named[own], wanted[own]) for own in wanted if own in named}
 
 
-def _named(name: str, call: Call, returned: object, wanted: list[str]) -> Mapping[str, Tensor]:
-    """Return what a kernel returned as a mapping, whichever way it said it."""
-    stage = call.stage
+def by_name(name: str, call: Call, returned: object) -> Mapping[str, Tensor]:
+    """Return what kernel ``name`` returned as a mapping, whichever way it said it.
+
+    Raises BadOutput, in a sentence, for what are no tensors with the names of its stage's outputs.
+    """
+    stage, wanted = call.stage, list(call.stage.outputs(call.case, call.inputs))
     if isinstance(returned, Produced):
         returned = returned.outputs
     if isinstance(returned, Tensor):
