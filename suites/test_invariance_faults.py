@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness.cases.sequences import base_of, batched
+from moe_parity.harness.checks.calls import Player
 from moe_parity.harness.checks.compare import comparable
 from moe_parity.harness.checks.expect import repro
 from moe_parity.harness.checks.invariance import batches, invariance
@@ -142,15 +144,36 @@ def test_rows_of_their_own_are_green(stage: str):
 
 
 def test_bits_that_change_by_themselves_are_charged_to_no_row():
-    """A kernel that counts its calls has other bits each time: the other rows are innocent."""
-    calls = []
+    """A kernel that draws lots has other bits each time: the other rows are innocent."""
+    drawn = torch.Generator().manual_seed(0)
 
-    def counts(call: Call) -> dict[str, Tensor]:
-        calls.append(call)
-        return changed(right(call), torch.arange(min(len(calls) % 2, call.case.m)))
+    def draws(call: Call) -> dict[str, Tensor]:
+        rows = torch.rand(call.case.m, generator=drawn) < 0.5
+        return changed(right(call), rows.nonzero()[:, 0])
 
-    verdict = judged("act_quant", counts)[2]
+    verdict = judged("act_quant", draws)[2]
     assert (verdict.cause_kind, verdict.cause) == ("memory", "not_repeatable")
+
+
+def test_what_an_earlier_call_left_is_charged_to_no_row():
+    """A kernel that keeps its first rows of each shape gives those, in whichever order it gets."""
+    kept: dict[tuple[int, int], Tensor] = {}
+
+    def keeps(call: Call) -> dict[str, Tensor]:
+        x = kept.setdefault(tuple(call.inputs.x.shape), call.inputs.x.clone())
+        return right(dataclasses.replace(call, inputs=dataclasses.replace(call.inputs, x=x)))
+
+    def fresh(every: Sequence[Sequence[Case]]) -> list[int]:
+        numbers = []
+        for cases in every:
+            kept.clear()
+            numbers.append(Player(kernel, "cpu").play(cases))
+        return numbers
+
+    kernel = kernel_of("act_quant", keeps)
+    (verdict,) = invariance(kernel, Case(m=17), "cpu", fresh=fresh)
+    assert (verdict.cause_kind, verdict.cause) == ("state", "leaks_state"), verdict.message
+    assert verdict.sequence == ("faulty-fp32-m17-h128@0", "faulty-fp32-m17-h128@1")
 
 
 def test_a_kernel_that_raises_on_some_rows_is_red():

@@ -98,7 +98,12 @@ key = call.inputs.x.shape
 form = KEPT.setdefault(key, call.case.scale)
 return right(call, scale=form)
 """, {"scale"}),
-    "the dtype, by address": ("act_quant", """
+    "the dtype, by shape": ("act_quant", """
+x = call.inputs.x
+dtype = KEPT.setdefault(x.shape, x.dtype)
+return right(with_inputs(call, x=x.to(dtype).to(x.dtype)))
+""", {"dtype"}),
+    "the rows, by address": ("act_quant", """
 x = call.inputs.x
 held = KEPT.setdefault((x.data_ptr(), x.shape), x.clone())
 return right(with_inputs(call, x=held))
@@ -238,14 +243,13 @@ def test_a_result_in_a_workspace_is_named_with_the_call_that_overwrites_it(
 
 def test_a_process_of_its_own_finds_the_culprit(folder: Path):
     """The same answer where this process has called the kernel before, and is no good any more."""
-    path = kernel_file(folder, *LEAKS["the weight, by its shape"][:2])
+    path = kernel_file(folder, *LEAKS["the rows, by address"][:2])
     kernel = again(path)
     base = base_of(kernel, "cpu")
     other, wide = dataclasses.replace(base, seed=1), dataclasses.replace(base, h=256)
-    broken = dataclasses.replace(base, m=2)
-    every = [[other], [base, wide, other], [wide, other], [base, other], [broken]]
+    every = [[other], [base, wide, other], [wide, other], [base, other]]
     Player(kernel, "cpu").call(base)
-    assert fresh_of(kernel, "cpu")(every) == [0, 3, 0, 2, 0]
+    assert fresh_of(kernel, "cpu")(every) == [0, 3, 0, 2]
 
 
 def test_a_call_that_is_wrong_alone_is_charged_to_no_other(folder: Path):
@@ -289,7 +293,7 @@ def test_what_a_kernel_refuses_is_left_out_unless_it_has_taken_it(folder: Path):
     assert len(verdict.sequence) == 9
 
 
-@pytest.mark.parametrize("stage", ["act_quant", "swiglu_quant", "fc1", "layer"])
+@pytest.mark.parametrize("stage", ["act_quant", "swiglu_quant", "combine"])
 def test_a_kernel_that_keeps_nothing_is_green(stage: str, folder: Path):
     (verdict,) = judged(kernel_file(folder, stage, "return right(call)"))[2]
     assert verdict.verdict == "pass", verdict.message

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from moe_parity.harness.calling.isolate import run_python
 from moe_parity.harness.checks.calls import Player
 from moe_parity.kernels import Kernel, find, load_file
-from moe_parity.kernels.registry import all_kernels, builtin
+from moe_parity.kernels.registry import all_kernels
 from moe_parity.references.language import Case, parse_id
 
 Fresh = Callable[[Sequence[Sequence[Case]]], list[int]]
@@ -23,6 +23,8 @@ Fresh = Callable[[Sequence[Sequence[Case]]], list[int]]
 
 TRIED = 24
 """Earlier calls that are tried as the only culprit, the nearest first."""
+FIRST = 3
+"""How many of them before all others."""
 LONGEST = 64
 """Sequences that are tried to make one smaller that no single call explains."""
 SECONDS = 120.0
@@ -36,18 +38,17 @@ def smallest(fresh: Fresh, cases: Sequence[Case]) -> list[int]:
     The last one alone where it needs none of them; empty where all of them together do not.
     """
     last = len(cases) - 1
-    nearest = _nearest(cases)[:TRIED]
-    pairs = [[n, last] for n in nearest]
-    tried = [[last], *pairs, list(range(last + 1))]
-    alone, *first, whole = fresh([[cases[n] for n in numbers] for numbers in tried])
-    if alone:
-        return [last]
-    for numbers, bad in zip(pairs, first, strict=True):
-        if bad == len(numbers):
-            return numbers
-    if not whole:
-        return []
-    return _reduced(fresh, cases, list(range(whole)))
+    pairs = [[n, last] for n in _nearest(cases)[:TRIED]]
+    every = list(range(last + 1))
+    # mostly it is one of the nearest: a process for each sequence takes its time on a GPU
+    for tried in ([[last], *pairs[:FIRST]], [*pairs[FIRST:], every]):
+        bad = fresh([[cases[n] for n in numbers] for numbers in tried])
+        for numbers, number in zip(tried, bad, strict=True):
+            if numbers is every:
+                return _reduced(fresh, cases, every[:number]) if number else []
+            if number == len(numbers):
+                return numbers
+    return []
 
 
 def _nearest(cases: Sequence[Case]) -> list[int]:
@@ -82,55 +83,63 @@ def _reduced(fresh: Fresh, cases: Sequence[Case], kept: list[int]) -> list[int]:
 def fresh_of(kernel: Kernel, device: str) -> Fresh:
     """Return what plays sequences of a kernel in a state that no call has touched.
 
-    A kernel that no other process can find, since it is registered nowhere, is called in this one.
+    A kernel that no other process can find or import is called in this one.
     """
-    if not any(kernel is known for known in all_kernels()):
-        return lambda every: [Player(kernel, device).play(cases) for cases in every]
-    file = "" if builtin(kernel) else str(kernel.source)
+    known = any(kernel is one for one in all_kernels())
 
     def play(every: Sequence[Sequence[Case]]) -> list[int]:
         # a GPU's context does not outlive a fork
         parts = [every] if device == "cpu" else [[cases] for cases in every]
-        return [number for part in parts for number in _in_child(kernel.name, file, device, part)]
+        found: list[int] = []
+        for part in parts:
+            numbers = _in_child(kernel, device, part) if known else None
+            if numbers is None:
+                numbers = [Player(kernel, device).play(cases) for cases in part]
+            found += numbers
+        return found
 
     return play
 
 
-def _in_child(name: str, file: str, device: str, every: Sequence[Sequence[Case]]) -> list[int]:
-    calls = [[f"{name}-{case.id}@{case.seed}" for case in cases] for cases in every]
-    asked = json.dumps({"file": file, "device": device, "every": calls})
+def _in_child(kernel: Kernel, device: str, every: Sequence[Sequence[Case]]) -> list[int] | None:
+    """Return the numbers of the bad calls, or None where the child could not say them."""
+    calls = [[f"{kernel.name}-{case.id}@{case.seed}" for case in cases] for cases in every]
+    file = str(kernel.source)
+    asked = json.dumps({"name": kernel.name, "file": file, "device": device, "every": calls})
     outcome = run_python(f"from {__name__} import main; main({asked!r})", seconds=SECONDS)
     try:
-        found = json.loads(outcome.output.strip().splitlines()[-1])
+        numbers = json.loads(outcome.output.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        found = []
-    return [*found, *[0] * (len(every) - len(found))]
+        return None
+    return numbers if isinstance(numbers, list) and len(numbers) == len(every) else None
 
 
 def main(asked: str) -> None:
     """Play the sequences that ``asked`` lists, as JSON, and print the list of what they gave."""
     request = json.loads(asked)
-    if request["file"]:
+    name, device = request["name"], request["device"]
+    if all(kernel.name != name for kernel in all_kernels()):
         load_file(request["file"])
-    found = []
+    kernel, numbers = find(name), []
     for calls in request["every"]:
-        read = [parse_id(call) for call in calls]
-        kernel, cases = find(read[0][0]), [case for _, case in read]
-        if request["device"] == "cpu":
-            found.append(_divided(kernel, cases))
-        else:
-            found.append(Player(kernel, request["device"]).play(cases))
-    print(json.dumps(found))
+        cases = [parse_id(call)[1] for call in calls]
+        play = _divided if device == "cpu" else _played
+        numbers.append(play(kernel, device, cases))
+    print(json.dumps(numbers))
 
 
-def _divided(kernel: Kernel, cases: Sequence[Case]) -> int:
+def _played(kernel: Kernel, device: str, cases: Sequence[Case]) -> int:
+    return Player(kernel, device).play(cases)
+
+
+def _divided(kernel: Kernel, device: str, cases: Sequence[Case]) -> int:
     """Return the number of the first bad call, played in a copy of this process."""
     sys.stdout.flush()
     child = os.fork()
     if not child:
         status = CRASHED
         try:
-            status = Player(kernel, "cpu").play(cases)
+            status = _played(kernel, device, cases)
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

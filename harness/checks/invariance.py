@@ -8,18 +8,22 @@ and of the largest numbers.  Every row is compared with its own bits in the whol
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_parity.harness.calling.run import Ran, run
 from moe_parity.harness.cases.sequences import EDGES
+from moe_parity.harness.checks.calls import Player, cloned
 from moe_parity.harness.checks.compare import Difference, differences, where
+from moe_parity.harness.checks.culprit import Fresh, fresh_of
 from moe_parity.harness.checks.flow import BROKEN, not_comparable, raised
 from moe_parity.harness.checks.memory import UNSTABLE
+from moe_parity.harness.checks.sequence import LEAKS, call_id
 from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.kernels import Kernel
@@ -44,10 +48,14 @@ class Batch:
     """Output -> which of the whole case's rows are to be compared, int64; None for all."""
 
 
-def invariance(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> Iterator[Verdict]:
+def invariance(
+    kernel: Kernel, case: Case, device: str, inputs: Any = None, fresh: Fresh | None = None
+) -> Iterator[Verdict]:
     """Yield the verdict of all batches of a case: red with the first row whose bits change.
 
     A part of a case is compared where the kernel takes it and follows the same recipe on it.
+    ``fresh`` plays calls in a state that no call has touched: it is asked where what an earlier
+    call left may be to blame.
     """
     stage = kernel.stage
     made = stage.inputs(case, device) if inputs is None else inputs
@@ -64,47 +72,79 @@ def invariance(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> I
             if refusal:
                 reason = reason or refusal
                 continue
-            every = against(kernel, batch, run(kernel, batch.part.case, batch.part.inputs), whole)
+            ran = run(kernel, batch.part.case, batch.part.inputs)
+            every = against(kernel, batch, ran, whole)
             compared += sum(d.of for d, _ in every)
             wrong += sum(d.wrong for d, _ in every)
-            bad = next(((batch, d, row) for d, row in every if d.wrong), None)
+            bad = next((Changed(batch, ran, d, row) for d, row in every if d.wrong), None)
             first = first or bad
-        unstable = first is not None and _unstable(kernel, case, made, whole, first[0])
+        verdict = first and _red(
+            kernel, case, made, whole, first, fresh or fresh_of(kernel, device)
+        )
     except BROKEN as error:
         yield raised(kernel, case, error, Check.INVARIANCE)
         return
-    if not compared:
-        reason = reason or "no part of the case can be compared"
-        yield Verdict(check=Check.INVARIANCE, verdict="skip", reason=reason)
-    elif first is None:
+    if verdict is not None:
+        yield dataclasses.replace(verdict, compared=compared, differing=wrong)
+    elif compared:
         yield found(Check.INVARIANCE, "", compared=compared)
     else:
-        yield _red(kernel, case, made, first, unstable=unstable, compared=compared, wrong=wrong)
+        reason = reason or "no part of the case can be compared"
+        yield Verdict(check=Check.INVARIANCE, verdict="skip", reason=reason)
+
+
+class Changed(NamedTuple):
+    """A row that has other bits in a batch."""
+
+    batch: Batch
+    ran: Ran
+    how: Difference
+    row: int
+    """Its number in the whole case."""
 
 
 def _red(
-    kernel: Kernel,
-    case: Case,
-    inputs: Any,
-    first: tuple[Batch, Difference, int],
-    *,
-    unstable: bool,
-    compared: int,
-    wrong: int,
+    kernel: Kernel, case: Case, inputs: Any, whole: Ran, first: Changed, fresh: Fresh
 ) -> Verdict:
-    batch, bad, row = first
-    place = where(inputs, bad.output, (row, *bad.index[1:]))
-    if unstable:
-        again = "not_repeatable"
-        text = f"{kernel.stage} of {kernel.name} {UNSTABLE[again]} of {case.id}: {bad.words}."
-        cause = Cause(kind=CauseKind.MEMORY, name=again, words=UNSTABLE[again])
-    else:
+    """Return the verdict of a row that changes: other rows are to blame, or an earlier call."""
+    batch, bad, who = first.batch, first.how, f"{kernel.stage} of {kernel.name}"
+    other = dataclasses.replace(case, seed=case.seed + 1)
+    device = str(kernel.stage.handed(inputs)[0].device.type)
+    calls = [case, other, case]
+    number = Player(kernel, device).play(calls)
+    if number > 1 and not any(fresh([[calls[number - 1]]])):
         text = (
-            f"{kernel.stage} of {kernel.name}: {place} has other bits {batch.words}: {bad.got}, "
-            f"among all of {case.id} {bad.want}; {bad.words}."
+            f"{who} gives other bits on {call_id(kernel, calls[number - 1])} after "
+            f"{call_id(kernel, calls[number - 2])}: rows cannot be compared; alone it is right."
         )
-        cause = Cause(kind=CauseKind.BATCH, name=DEPENDS, words=text, where=batch.words)
-    return caused(found(Check.INVARIANCE, text, compared=compared, differing=wrong), cause)
+        ids = tuple(call_id(kernel, called) for called in calls[:number])
+        verdict = dataclasses.replace(found(Check.INVARIANCE, text), sequence=ids)
+        return caused(verdict, LEAKS)
+    if _unstable(kernel, case, inputs, whole, first):
+        again = "not_repeatable"
+        text = f"{who} {UNSTABLE[again]} of {case.id}: {bad.words}."
+        cause = Cause(kind=CauseKind.MEMORY, name=again, words=UNSTABLE[again])
+        return caused(found(Check.INVARIANCE, text), cause)
+    place = where(inputs, bad.output, (first.row, *bad.index[1:]))
+    text = (
+        f"{who}: {place} has other bits {batch.words}: {bad.got}, among all of {case.id} "
+        f"{bad.want}; {bad.words}."
+    )
+    cause = Cause(kind=CauseKind.BATCH, name=DEPENDS, words=text, where=batch.words)
+    return caused(found(Check.INVARIANCE, text), cause)
+
+
+def _unstable(kernel: Kernel, case: Case, inputs: Any, whole: Ran, first: Changed) -> bool:
+    """Whether the case or the batch, called again in other memory, has other bits than before."""
+    part = first.batch.part
+    # the whole twice, for what changes at every second call
+    every = [(case, inputs, whole), (case, inputs, whole), (part.case, part.inputs, first.ran)]
+    for asked, given, before in every:
+        again = run(kernel, asked, cloned(given))
+        outputs, live = kernel.stage.outputs(asked, given), kernel.stage.live(asked, given)
+        if any(d.wrong for d in differences(outputs, again.outputs, before.outputs, live)):
+            return True
+    return False
 
 
 def against(kernel: Kernel, batch: Batch, ran: Ran, whole: Ran) -> list[tuple[Difference, int]]:
@@ -123,17 +163,6 @@ def against(kernel: Kernel, batch: Batch, ran: Ran, whole: Ran) -> list[tuple[Di
     want = {name: whole.outputs[name][part.rows[name]] for name in names}
     every = differences(outputs, got, want, live)
     return [(d, int(part.rows[d.name][d.index[0]]) if d.wrong else 0) for d in every]
-
-
-def _unstable(kernel: Kernel, case: Case, inputs: Any, whole: Ran, batch: Batch) -> bool:
-    """Whether the case itself, called again, has other bits: then no other row is to blame."""
-    outputs, live = kernel.stage.outputs(case, inputs), kernel.stage.live(case, inputs)
-    run(kernel, batch.part.case, batch.part.inputs)
-    # twice, for what changes at every second call
-    twice = [run(kernel, case, inputs) for _ in range(2)]
-    return any(
-        d.wrong for again in twice for d in differences(outputs, again.outputs, whole.outputs, live)
-    )
 
 
 # --- which rows, in which order -----------------------------------------------------------------

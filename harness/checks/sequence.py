@@ -42,7 +42,7 @@ def sequence(
     player = Player(kernel, device)
     for case in cases:
         if player.call(case).error is not None:
-            break
+            break  # what it has left behind is anything
     yield from verdicts(kernel, player, fresh or fresh_of(kernel, device))
 
 
