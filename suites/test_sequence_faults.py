@@ -245,7 +245,7 @@ def test_a_process_of_its_own_finds_the_culprit(folder: Path):
     """The same answer where this process has called the kernel before, and is no good any more."""
     path = kernel_file(folder, *LEAKS["the rows, by address"][:2])
     kernel = again(path)
-    base = base_of(kernel, "cpu")
+    base = Case(m=4)
     other, wide = dataclasses.replace(base, seed=1), dataclasses.replace(base, h=256)
     every = [[other], [base, wide, other], [wide, other], [base, other]]
     Player(kernel, "cpu").call(base)

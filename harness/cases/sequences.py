@@ -117,7 +117,7 @@ def batched(kernel: Kernel, base: Case, device: str) -> Case | None:
     word = "m" if "m" in kernel.stage.sizes else "i"
     found = None
     for rows in ROWS[device]:
-        case = dataclasses.replace(base, **{word: rows if word == "m" else 64 * rows})
+        case = with_rows(base, word, rows if word == "m" else 64 * rows)
         if (word == "i" and rows > BATCHES) or kernel.declines(case, device) is not None:
             continue
         found = case
@@ -169,7 +169,12 @@ def _words(base: Case) -> Iterator[Iterable[Case]]:
 def _edges(base: Case, kernel: Kernel) -> list[Case]:
     """Return a case at every edge of the rows."""
     word = "m" if "m" in kernel.stage.sizes else "i"
-    return [dataclasses.replace(base, **{word: edge}) for edge in EDGES]
+    return [with_rows(base, word, edge) for edge in EDGES]
+
+
+def with_rows(base: Case, word: str, rows: int) -> Case:
+    """Return a case with other rows, whose word is ``m``, or ``i`` for those of a weight."""
+    return dataclasses.replace(base, m=rows) if word == "m" else dataclasses.replace(base, i=rows)
 
 
 class _Budget:
@@ -193,7 +198,9 @@ class _Budget:
             return self.stage.cost(case)
         rows = case.m if "m" in self.stage.sizes else case.i
         pairs = rows * (case.k if "k" in self.stage.reads else 1)
-        columns = [getattr(case, word) for word in ("h", "i") if word in self.stage.sizes]
+        columns: list[int] = [
+            getattr(case, word) for word in ("h", "i") if word in self.stage.sizes
+        ]
         # a quantized element takes as long as some multiply-adds, and a call is never free
         each = math.prod(columns) if len(columns) > 1 else 64 * sum(columns)
         return max(pairs * each, 1 << 20)
