@@ -95,6 +95,19 @@ def how_many_rows_an_expert_has(call: Call) -> dict[str, Tensor]:
     return changed(out, crowded.nonzero()[:, 0])
 
 
+def a_crowded_expert(call: Call) -> dict[str, Tensor]:
+    """Run out of rows where more than 200 tokens take one expert."""
+    out = right(call)
+    expert = call.inputs.expert
+    full = int(torch.bincount(expert[expert >= 0], minlength=1).max()) > 200
+    return changed(out, torch.arange(1 if full else 0))
+
+
+def one_size(call: Call) -> dict[str, Tensor]:
+    """Have a bucket whose last row is wrong."""
+    return changed(right(call), torch.tensor([64] if call.case.m == 65 else [], dtype=torch.int64))
+
+
 def the_order(call: Call) -> dict[str, Tensor]:
     """Let a row lean on the one before it."""
     out = right(call)
@@ -119,6 +132,10 @@ FAULTS: tuple[tuple[str, Callable[[Call], dict[str, Tensor]], str], ...] = (
     ("fc1", how_many_rows_an_expert_has, ""),
     ("layer", how_many_rows_an_expert_has, ""),
     ("permute", the_first_row, "alone"),
+    ("fc1", a_crowded_expert, "in a batch of 257 copies"),
+    ("layer", a_crowded_expert, "in a batch of 257 copies"),
+    ("act_quant", one_size, "in a batch of 65, unit 128 "),
+    ("combine", one_size, "in a batch of 65, unit 128 "),
     ("swiglu_quant", the_order, ""),
 )
 """Stage, fault, and the batch that shows it first, where only one can."""
@@ -221,6 +238,8 @@ def test_a_batch_has_the_rows_that_it_says(stage: str):
         sizes.add(units)
         name, rows = next(iter(batch.part.rows.items()))
         orders.add(tuple(rows.tolist()))
+        if stage.startswith("swiglu"):  # rows lie sorted by expert, whatever is asked for
+            assert bool((batch.part.inputs.expert.diff() >= 0).all())
         if batch.clean is None:
             got = own.reference(batch.part.case, batch.part.inputs, recipe)[name]
             assert torch.equal(comparable(got), comparable(whole[name][rows])), batch.words

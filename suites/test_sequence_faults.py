@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from moe_parity.harness.cases import sequences as drawing
 from moe_parity.harness.cases.sequences import base_of, sequences
@@ -18,11 +19,13 @@ from moe_parity.harness.checks import culprit
 from moe_parity.harness.checks.calls import Player
 from moe_parity.harness.checks.culprit import fresh_of, smallest
 from moe_parity.harness.checks.expect import Recorder, expect_calls, repro
-from moe_parity.harness.checks.sequence import sequence
+from moe_parity.harness.checks.sequence import sequence, verdicts
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.cli import commands
-from moe_parity.kernels import Kernel, load_file, registry
-from moe_parity.references.language import Case, Check, Contract, parse_id
+from moe_parity.kernels import Call, Kernel, load_file, registry
+from moe_parity.references.language import Case, Check, Contract, Values, parse_id
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages import STAGES
 from moe_parity.suites.planted import kernel_of, right
 
 HEAD = """
@@ -250,6 +253,29 @@ def test_a_process_of_its_own_finds_the_culprit(folder: Path):
     every = [[other], [base, wide, other], [wide, other], [base, other]]
     Player(kernel, "cpu").call(base)
     assert fresh_of(kernel, "cpu")(every) == [0, 3, 0, 2]
+
+
+def test_a_case_that_comes_again_has_the_bits_of_its_first_call(folder: Path):
+    """Also where a kernel may follow one recipe or another: not one now and the other one then."""
+    divides = next(r for label, r in STAGES["act_quant"].neighbours(OURS) if "mul_recip" in label)
+    calls: list[Call] = []
+
+    def alternates(call: Call) -> dict[str, Tensor]:
+        calls.append(call)
+        recipe = (OURS, divides)[len(calls) % 2]
+        made = call.stage.reference(call.case, call.inputs, recipe)
+        return {name: call.new(name).copy_(value) for name, value in made.items()}
+
+    registry.register("mine", stage="act_quant", recipes=lambda *_: (OURS, divides))(alternates)
+    kernel = registry._KERNELS.pop("mine")
+    case = Case(m=24, h=512, values=Values.AIMED)
+    player = Player(kernel, "cpu")
+    assert player.play([case, case]) == 2
+    assert player.calls[1].moved
+    assert not player.calls[1].wrong
+    (verdict,) = verdicts(kernel, player, None)
+    assert (verdict.cause, verdict.sequence) == ("leaks_state", (f"mine-{case.id}@0",) * 2)
+    assert "as in its first call" in verdict.message
 
 
 def test_a_call_that_is_wrong_alone_is_charged_to_no_other(folder: Path):
