@@ -18,6 +18,7 @@ KINDS: Mapping[str, str] = {
     "memory": "memory",
     "call": "the call itself",
     "batch": "other rows of the batch",
+    "state": "an earlier or a later call",
     "pattern": "a pattern, unexplained",
 }
 """Kind of a cause -> its words in a report; another kind is said as it is."""

@@ -21,14 +21,14 @@ def canonical(name: str, call: Call, returned: object) -> dict[str, Tensor]:
 
     Raises BadOutput, in a sentence, for other names, shapes, dtypes or layouts than the stage has.
     """
-    wanted, found = call.stage.outputs(call.case, call.inputs), named(name, call, returned)
+    wanted, found = call.stage.outputs(call.case, call.inputs), by_name(name, call, returned)
     return {own: _one(name, own, found[own], wanted[own]) for own in wanted if own in found}
 
 
-def named(name: str, call: Call, returned: object) -> Mapping[str, Tensor]:
+def by_name(name: str, call: Call, returned: object) -> Mapping[str, Tensor]:
     """Return what kernel ``name`` returned as a mapping, whichever way it said it.
 
-    Raises BadOutput, in a sentence, for other names, and for what is no tensor.
+    Raises BadOutput, in a sentence, for what are no tensors with the names of its stage's outputs.
     """
     stage, wanted = call.stage, list(call.stage.outputs(call.case, call.inputs))
     if isinstance(returned, Produced):

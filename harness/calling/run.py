@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.canonical import canonical, declared, named
+from moe_parity.harness.calling.canonical import by_name, canonical, declared
 from moe_parity.harness.calling.own import OwnMemory
 from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
 from moe_parity.kernels import Call, Kernel
@@ -26,7 +27,7 @@ class Ran:
 
     outputs: dict[str, Tensor]
     memory: list[Output]
-    returned: list[Output]
+    own: list[Output]
     """The outputs that lie in memory which the kernel took by itself."""
     taken: int
     """How much uninitialised memory it took that is no output of call.new: allocations."""
@@ -37,6 +38,10 @@ class Ran:
     fates: Mapping[str, Tensor]
     input_kept: bool
     """Whether the inputs' whole storage is as it was; it is put back where not."""
+    returned: Mapping[str, Tensor]
+    """The very tensors that the kernel returned, whose memory may change with its next call."""
+    again: Callable[[], dict[str, Tensor]]
+    """Return the canonical outputs as that memory is by now."""
 
 
 def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ran:
@@ -58,12 +63,13 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
             torch.cuda.synchronize()
     finally:
         input_kept = kept.put_back()
+    again = partial(canonical, kernel.name, call, returned)
+    tensors = by_name(kernel.name, call, returned)
     return Ran(
-        outputs=canonical(kernel.name, call, returned), memory=new.outputs,
-        returned=own.returned(named(kernel.name, call, returned)),
+        outputs=again(), memory=new.outputs, fates=declared(kernel.name, returned),
+        own=own.returned(tensors), input_kept=input_kept, returned=tensors, again=again,
         taken=own.taken + sum(output.name not in names for output in new.outputs),
         guarded=own.guarded, stray=own.stray(),
-        fates=declared(kernel.name, returned), input_kept=input_kept,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Iterable, Mapping
@@ -11,13 +12,16 @@ from typing import Any, Protocol
 
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.cases.grid import labels
+from moe_parity.harness.cases.sequences import base_of, batched, sequences
 from moe_parity.harness.checks.flow import check, overran
+from moe_parity.harness.checks.invariance import invariance
+from moe_parity.harness.checks.sequence import sequence
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.session.skips import skip_test
 from moe_parity.harness.session.watch import Overrun, current
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.registry import builtin
-from moe_parity.references.language import Case
+from moe_parity.references.language import Case, Check, Skip, Why
 
 
 class Recorder(Protocol):
@@ -54,6 +58,32 @@ def expect(
     record(kernel, case, device, verdicts, recorder)
 
 
+def expect_calls(
+    kernel: Kernel, name: Check, device: str, recorder: Recorder, *, seed: int = 0
+) -> None:
+    """Hold a kernel to its contract of several calls, ``sequence`` or ``invariance``.
+
+    The cases are small ones of its own stage with that base seed.  Skips with a reason, or fails
+    with the first red verdict.
+    """
+    __tracebackhide__ = True
+    if name not in kernel.contract.checks:
+        skip_test(Skip(Why.UNSUPPORTED, f"{kernel.name} does not promise {name}."))
+    base = base_of(kernel, device)
+    case = base if name == Check.SEQUENCE or base is None else batched(kernel, base, device)
+    if base is None or case is None:
+        reason = kernel.why_not(next(iter(kernel.stage.witness_cases())), device)
+        skip_test(reason or Skip(Why.UNSUPPORTED, f"{kernel.name} takes no small case here."))
+    case = dataclasses.replace(case, seed=seed)
+    needs(kernel, case, device)
+    current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
+    if name == Check.SEQUENCE:
+        verdicts = sequence(kernel, sequences(kernel, case, device), device)
+    else:
+        verdicts = invariance(kernel, case, device)
+    record(kernel, case, device, verdicts, recorder)
+
+
 def record(
     kernel: Kernel, case: Case, device: str, verdicts: Iterable[Verdict], recorder: Recorder
 ) -> None:
@@ -67,13 +97,13 @@ def record(
             recorder.add(fields(kernel, case, device, verdict, now - start))
             start = now
             if verdict.failed:
-                failed.append(verdict.message)
+                failed.append(f"{verdict.message} Reproduce: {repro(kernel, case, verdict)}")
     except Overrun as error:
         verdict = overran(kernel, case, current().seconds, error)
         recorder.add(fields(kernel, case, device, verdict, time.perf_counter() - start))
         raise Overrun(f"{verdict.message} Reproduce: {repro(kernel, case)}") from None
     if failed:
-        raise AssertionError(f"{failed[0]} Reproduce: {repro(kernel, case)}")
+        raise AssertionError(failed[0])
 
 
 def claim(recorder: Recorder, name: str, fault: str = "", **about: Any) -> None:
@@ -87,10 +117,18 @@ def claim(recorder: Recorder, name: str, fault: str = "", **about: Any) -> None:
     assert not fault, fault
 
 
-def repro(kernel: Kernel, case: Case) -> str:
-    """Return the command that runs this case again; it loads a kernel's own file first."""
+def repro(kernel: Kernel, case: Case, verdict: Verdict | None = None) -> str:
+    """Return the command that runs this case again; it loads a kernel's own file first.
+
+    A red ``verdict`` of a sequence is reproduced by its calls, one of its check alone by its name.
+    """
     file = "" if builtin(kernel) else f" --kernel {kernel.source}"
-    return f"parity repro '{kernel.name}-{case.id}' --seed {case.seed}{file}"
+    if verdict is not None and verdict.sequence:
+        calls = "' '".join(verdict.sequence)
+        return f"parity repro '{calls}'{file}"
+    alone = verdict is not None and verdict.check == Check.INVARIANCE
+    option = f" --check {Check.INVARIANCE}" if alone else ""
+    return f"parity repro '{kernel.name}-{case.id}' --seed {case.seed}{option}{file}"
 
 
 @lru_cache(maxsize=64)
@@ -109,6 +147,7 @@ def fields(
     """Return a verdict as the fields of a record."""
     told = verdict.fields()
     stage = told.pop("stage") or kernel.stage.name
+    told.pop("sequence")  # the line that reproduces it says it
     return (
         told
         | labels(kernel, case)
@@ -119,7 +158,7 @@ def fields(
             "bound": "exact",
             "poison": True,
             "contract": kernel.contract.words,
-            "repro": repro(kernel, case) if verdict.failed else "",
+            "repro": repro(kernel, case, verdict) if verdict.failed else "",
             "seconds": seconds,
             "sources": {kernel.source.name: digest(kernel.source)},
         }

@@ -277,7 +277,7 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
     compared = wrong = 0
     text = reason = ""
     for part in kernel.stage.subsets(case, inputs):
-        reason = _not_comparable(kernel, case, part.case, device)
+        reason = not_comparable(kernel, case, part.case, device)
         if reason:
             break
         try:
@@ -295,7 +295,8 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
     return caused(verdict, Cause(kind=CauseKind.BATCH, name="depends_on_other_rows", words=text))
 
 
-def _not_comparable(kernel: Kernel, case: Case, part: Case, device: str) -> str:
+def not_comparable(kernel: Kernel, case: Case, part: Case, device: str) -> str:
+    """Return why the rows of a case and of a part of it need not have the same bits, or nothing."""
     refusal = kernel.declines(part, device)
     if refusal is not None:
         return f"the kernel does not take the rows alone: {refusal}"

@@ -110,7 +110,7 @@ def memory(kernel: Kernel, case: Case, inputs: Any, device: str, first: Ran, sec
 
 def _names(ran: Ran) -> list[str]:
     """Return which outputs lie in the kernel's own memory: in memory that it kept, rows stay."""
-    return [output.name for output in ran.returned]
+    return [output.name for output in ran.own]
 
 
 def _moved(kernel: Kernel, case: Case, inputs: Any, first: Ran, other: Ran) -> list[Difference]:
@@ -231,8 +231,8 @@ def _watched(first: Ran, second: Ran, third: Ran | None) -> Iterator[tuple[Any, 
     every = (first, second) if third is None else (first, second, third)
     for outputs in zip(*(ran.memory for ran in every), strict=False):
         yield *outputs, first.fates
-    others = [{output.name: output for output in ran.returned} for ran in every]
-    for one in first.returned:
+    others = [{output.name: output for output in ran.own} for ran in every]
+    for one in first.own:
         same = [other[one.name] for other in others if one.name in other]
         if len(same) == len(every) and len({output.view.shape for output in same}) == 1:
             yield *same, RETURNED

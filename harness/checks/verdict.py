@@ -36,6 +36,8 @@ class Verdict:
     nearest_mutant: str = ""
     mutant_distance: int | None = None
     """Outputs that tell the nearest mutant."""
+    sequence: tuple[str, ...] = ()
+    """The calls, ``<kernel>-<case id>@<seed>``, that reproduce it where one call does not."""
     rel_err_bf16: float | None = None
     rel_err_f64: float | None = None
 

@@ -64,7 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     add("recipes", "list the recipes, their decisions and what tells each decision")
     _add_identify(add("identify", "name the recipe of a kernel, or of outputs in a file"))
     repro = add("repro", "run again what a record is about")
-    repro.add_argument("id", metavar="ID", help="<kernel>-<case id>, as a failure prints it")
+    repro.add_argument(
+        "ids", metavar="ID", nargs="+",
+        help="<kernel>-<case id>[@<seed>], as a failure prints it; several are calls in this order",
+    )  # fmt: skip
+    repro.add_argument("--check", choices=("invariance",), help="run this check, which others lack")
     repro.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
     repro.add_argument(
         "--kernel",
@@ -245,8 +249,8 @@ def _repro(args: argparse.Namespace) -> int:
     if args.repeat is not None:
         from moe_parity.harness.cli import repeat
 
-        return repeat.run(args.id, args.seed, args.repeat, args.device, args.kernel)
-    return repro.run(args.id, args.seed, args.device, args.kernel)
+        return repeat.run(args.ids, args.seed, args.repeat, args.device, args.kernel)
+    return repro.run(args.ids, args.seed, args.device, args.kernel, args.check)
 
 
 def _witness(args: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moe_parity.harness.checks.repeat import repeat
 from moe_parity.harness.session import environment
@@ -12,16 +12,19 @@ from moe_parity.references.language import parse_id
 
 
 def run(
-    case_id: str, seed: int, times: int, device: str | None = None, files: Iterable[str] = ()
+    ids: Sequence[str], seed: int, times: int, device: str | None = None, files: Iterable[str] = ()
 ) -> int:
     """Run ``<kernel>-<case id>`` ``times`` times and print what differs; return 0 or 1.
 
     ``files`` are kernel files to load first.  Raises ParityError for an id that is not understood,
-    an unknown kernel, a case that the kernel does not take here, or less than two runs.
+    an unknown kernel, a case that the kernel does not take here, less than two runs, or several
+    ids.
     """
+    if len(ids) > 1:
+        raise ParityError(f"--repeat is about one case, got {len(ids)} ids.")
     for file in files:
         load_file(file)
-    name, case = parse_id(case_id, seed)
+    name, case = parse_id(ids[0], seed)
     kernel = find(name)
     device = device or ("cuda" if environment.gpu() else "cpu")
     reason = kernel.why_not(case, device)

@@ -20,6 +20,8 @@ class CauseKind(StrEnum):
     """The call itself: it raised, hung, or took its process down."""
     BATCH = "batch"
     """A row's bits depend on the other rows."""
+    STATE = "state"
+    """What an earlier call left behind, or a later one takes away."""
     PATTERN = "pattern"
     """Nothing known: what differs is described."""
 

@@ -208,10 +208,15 @@ _ENUMS: tuple[tuple[str, type[StrEnum]], ...] = (
 
 
 def parse_id(text: str, seed: int = 0) -> tuple[str, Case]:
-    """Return (kernel name, case) of ``<kernel>-<case id>``.
+    """Return (kernel name, case) of ``<kernel>-<case id>``; ``@<seed>`` behind it says the seed.
 
     Raises ParityError with a sentence naming the word that is not understood.
     """
+    text, at, own = text.partition("@")
+    if at:
+        if not own.isdecimal():
+            raise ParityError(f"id {text!r}: {own!r} after the @ is no seed, a whole number.")
+        seed = int(own)
     words = text.split("-")
     start = next((n for n, w in enumerate(words) if w in set(ScaleFormat)), None)
     if not start:

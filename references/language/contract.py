@@ -23,6 +23,10 @@ class Check(StrEnum):
     """The same bits a second time, on other memory and in another order of programs."""
     ROW_SUBSET = "row_subset"
     """A row's bits do not depend on the other rows."""
+    SEQUENCE = "sequence"
+    """The calls before a call, and after it, change nothing."""
+    INVARIANCE = "invariance"
+    """A row has the same bits alone, in any batch, at any position, beside any other rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ subclass in a room of ``references/stages`` and a line in its table.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -187,8 +188,19 @@ class Stage(ABC, Generic[InputsT]):
         return 0
 
     def some(self, case: Case, inputs: InputsT, chosen: Tensor) -> Subset:
-        """Return some units, int64 and ascending, as a case of their own."""
+        """Return some units, int64, in any order and as often as they are named, as a case.
+
+        Where the stage has an order of its own the units follow it; ``Subset.rows`` says which
+        stands where.
+        """
         raise NotImplementedError
+
+    def spoiled(self, inputs: InputsT, chosen: Tensor, value: float) -> InputsT | None:
+        """Return inputs in which some units, int64, hold a number throughout, NaN or infinite ones.
+
+        The other units are as they were.  None where a unit has no numbers.
+        """
+        return None
 
     def subsets(self, case: Case, inputs: InputsT) -> Iterator[Subset]:
         """Yield parts of a case whose rows must keep their bits: here every second unit."""
@@ -250,6 +262,14 @@ class Stage(ABC, Generic[InputsT]):
 def every_second(count: int, like: Tensor) -> Tensor:
     """Return 1, 3, 5 ... below ``count``, int64, on the device of a tensor."""
     return torch.arange(count, device=like.device)[1::2]
+
+
+def filled(tensor: Tensor, rows: Tensor, value: float) -> Tensor:
+    """Return a copy of a tensor in which some rows hold a number, the largest where it has none."""
+    made = tensor.clone()
+    largest = torch.finfo(tensor.dtype).max
+    made[rows] = max(-largest, min(value, largest)) if math.isfinite(value) else value
+    return made
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:

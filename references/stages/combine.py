@@ -24,7 +24,7 @@ from moe_parity.references.language.case import Case, InputDtype, Values
 from moe_parity.references.language.decision import Decision, Option, decided
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Part, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, filled
 from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.combine import Sum, mistakes
 from moe_parity.references.stages.owned import IDS, Own
@@ -278,6 +278,10 @@ class Combine(Stage[ExpertRows]):
         )  # fmt: skip
         case = dataclasses.replace(case, m=chosen.numel())
         return Subset(case=case, inputs=part, rows={"out": chosen})
+
+    def spoiled(self, inputs: ExpertRows, chosen: Tensor, value: float) -> ExpertRows:
+        """Return rows of which those of some tokens are one number."""
+        return dataclasses.replace(inputs, rows=filled(inputs.rows, chosen, value))
 
     def sealed(self, inputs: ExpertRows) -> list[Tensor]:
         """Return rows, weights and routing."""

@@ -13,7 +13,7 @@ from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Recipe
-from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Subset
+from moe_parity.references.language.stage import Kind, Output, Outputs, Reads, Subset, filled
 from moe_parity.references.stages.align import Align, RoutedRows, routed_rows
 from moe_parity.references.stages.hazards import embed, lay, surround
 from moe_parity.references.stages.mistakes import placing
@@ -95,6 +95,10 @@ class Permute(Align):
         )  # fmt: skip
         case = dataclasses.replace(case, m=chosen.numel())
         return Subset(case=case, inputs=part, rows={"codes": pairs, "scales": pairs})
+
+    def spoiled(self, inputs: RoutedRows, chosen: Tensor, value: float) -> RoutedRows:
+        """Return rows of which some tokens' scales are one number."""
+        return dataclasses.replace(inputs, scales=filled(inputs.scales, chosen, value))
 
 
 PERMUTE = Permute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,11 +12,17 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat, ScaleLayout
+from moe_parity.references.arithmetic.formats import (
+    BLOCK,
+    E4M3,
+    WHOLE_SCALES,
+    ScaleFormat,
+    ScaleLayout,
+)
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, filled
 from moe_parity.references.stages.combine import CombineRecipe, in_epilogue
 from moe_parity.references.stages.gemm.aims import codes, every_code, nudged
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
@@ -244,6 +251,16 @@ class _Grouped(Stage[GroupedRows]):
         )  # fmt: skip
         case = dataclasses.replace(case, m=chosen.numel())
         return Subset(case=case, inputs=part, rows={"rows": pairs})
+
+    def spoiled(self, inputs: GroupedRows, chosen: Tensor, value: float) -> GroupedRows:
+        """Return operands in which some tokens' scales are one number, and their codes the largest.
+
+        For NaN the codes are NaN as well.
+        """
+        rows = chosen if self.shared else pairs_of(chosen, inputs.ids.shape[1])
+        a = inputs.a.clone()
+        a[rows] = E4M3.nan if math.isnan(value) else E4M3.nan - 1
+        return dataclasses.replace(inputs, a=a, a_scale=filled(inputs.a_scale, rows, value))
 
     def sealed(self, inputs: GroupedRows) -> list[Tensor]:
         """Return the operands, the routing and the weights."""

@@ -14,7 +14,16 @@ from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleF
 from moe_parity.references.language.case import Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
-from moe_parity.references.language.stage import Inner, Kind, Output, Outputs, Reads, Stage, Subset
+from moe_parity.references.language.stage import (
+    Inner,
+    Kind,
+    Output,
+    Outputs,
+    Reads,
+    Stage,
+    Subset,
+    filled,
+)
 from moe_parity.references.stages.combine import COMBINE, ExpertRows
 from moe_parity.references.stages.gemm.stage import FC1, FC2, GroupedRows
 from moe_parity.references.stages.layer.inputs import asked_of, layer_inputs
@@ -134,6 +143,11 @@ class Layer(Stage[LayerInputs]):
         rows["out"] = chosen
         case = dataclasses.replace(case, m=chosen.numel())
         return Subset(case=case, inputs=part, rows=rows)
+
+    def spoiled(self, inputs: LayerInputs, chosen: Tensor, value: float) -> LayerInputs:
+        """Return a batch with some tokens of one number."""
+        x = filled(inputs.batch.x, chosen, value)
+        return dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, x=x))
 
     def subsets(self, case: Case, inputs: LayerInputs) -> Iterator[Subset]:
         """Yield the first token alone and the last one alone."""

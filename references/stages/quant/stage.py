@@ -28,6 +28,7 @@ from moe_parity.references.language.stage import (
     Reads,
     Stage,
     Subset,
+    filled,
 )
 from moe_parity.references.stages.hazards import surround
 from moe_parity.references.stages.mistakes.anywhere import contiguous_reading
@@ -189,6 +190,10 @@ class ActQuant(Stage[QuantInputs]):
         part, rows = QuantInputs(x=inputs.x[chosen]), {"codes": chosen, "scales": chosen}
         return Subset(case=dataclasses.replace(case, m=chosen.numel()), inputs=part, rows=rows)
 
+    def spoiled(self, inputs: QuantInputs, chosen: Tensor, value: float) -> QuantInputs:
+        """Return the activations with some rows of one number."""
+        return QuantInputs(x=filled(inputs.x, chosen, value))
+
     def errors(
         self, case: Case, inputs: QuantInputs, got: Outputs
     ) -> tuple[float | None, float | None]:
@@ -272,12 +277,22 @@ class WeightQuant(Stage[QuantInputs]):
         return -(-inputs.x.shape[0] // BLOCK)
 
     def some(self, case: Case, inputs: QuantInputs, chosen: Tensor) -> Subset:
-        """Return some rows of tiles."""
-        row = torch.arange(inputs.x.shape[0], device=inputs.x.device)
-        rows = row[torch.isin(row // BLOCK, chosen)]
+        """Return some rows of tiles; one that is not whole comes once, and last."""
+        count = inputs.x.shape[0]
+        if count % BLOCK:
+            last = chosen == count // BLOCK
+            chosen = torch.cat([chosen[~last], chosen[last][:1]])
+        row = torch.arange(BLOCK, device=inputs.x.device)
+        rows = (chosen[:, None] * BLOCK + row).flatten()
+        rows = rows[rows < count]
         part = QuantInputs(x=inputs.x[rows])
         case = dataclasses.replace(case, i=max(rows.numel(), 1))
         return Subset(case=case, inputs=part, rows={"codes": rows, "scales": chosen})
+
+    def spoiled(self, inputs: QuantInputs, chosen: Tensor, value: float) -> QuantInputs:
+        """Return the weight with some rows of tiles of one number."""
+        rows = torch.arange(inputs.x.shape[0], device=inputs.x.device)
+        return QuantInputs(x=filled(inputs.x, rows[torch.isin(rows // BLOCK, chosen)], value))
 
     def errors(
         self, case: Case, inputs: QuantInputs, got: Outputs

@@ -16,7 +16,7 @@ from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_
 from moe_parity.references.language.case import Case, Gate, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
-from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset
+from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, filled
 from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.anywhere import lost, rounded
 from moe_parity.references.stages.mistakes.geometry import misread
@@ -160,12 +160,17 @@ class Swiglu(Stage[GateUpRows]):
         return inputs.rows.shape[0]
 
     def some(self, case: Case, inputs: GateUpRows, chosen: Tensor) -> Subset:
-        """Return some rows."""
+        """Return some rows, sorted by expert, as they have to be."""
+        chosen = chosen[torch.argsort(inputs.expert[chosen], stable=True)]
         expert = inputs.expert[chosen]
         counts = torch.bincount(expert[expert >= 0], minlength=inputs.counts.numel()).int()
         part = dataclasses.replace(inputs, rows=inputs.rows[chosen], expert=expert, counts=counts)
         rows = dict.fromkeys(self.outputs(case, inputs), chosen)
         return Subset(case=dataclasses.replace(case, m=chosen.numel()), inputs=part, rows=rows)
+
+    def spoiled(self, inputs: GateUpRows, chosen: Tensor, value: float) -> GateUpRows:
+        """Return the rows of FC1 with some of one number."""
+        return dataclasses.replace(inputs, rows=filled(inputs.rows, chosen, value))
 
     def sealed(self, inputs: GateUpRows) -> list[Tensor]:
         """Return the rows and how the experts share them."""
