@@ -86,7 +86,9 @@ class Produced:
     """Outputs with the fate of every row of the memory that was allocated for them.
 
     Only a kernel that pads, reorders or leaves rows alone needs it; any other returns its outputs,
-    as a mapping, in the stage's order, or as one tensor.
+    as a mapping, in the stage's order, or as one tensor.  Where the host has to look at values to
+    say which rows were used, a kernel returns a function of no arguments that returns it: it is
+    called after the call, and is in no graph.
     """
 
     outputs: Mapping[str, Tensor]

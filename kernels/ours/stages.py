@@ -82,7 +82,7 @@ def ours_weight_quant(call: Call) -> tuple[Tensor, Tensor]:
 # --- alignment ----------------------------------------------------------------------------------
 
 
-def _align(call: Call, most: int) -> Produced:
+def _align(call: Call, most: int) -> Callable[[], Produced]:
     """Align with one program for up to ``most`` pairs."""
     from moe_parity.kernels.ours import steps
 
@@ -93,15 +93,19 @@ def _align(call: Call, most: int) -> Produced:
     steps.align(
         inputs.ids, inputs.first, inputs.experts, block, slots=slots, block_expert=owners, most=most
     )
-    used = int((owners >= 0).sum())
-    outputs = {"experts": owners[:used], "slots": slots[: used * block]}
-    fates = torch.full(slots.shape, Fate.UNTOUCHED, dtype=torch.int8)
-    fates[: used * block] = Fate.LIVE
-    return Produced(outputs=outputs, fates={"slots": fates})
+
+    def used_part() -> Produced:
+        used = int((owners >= 0).sum())
+        outputs = {"experts": owners[:used], "slots": slots[: used * block]}
+        fates = torch.full(slots.shape, Fate.UNTOUCHED, dtype=torch.int8)
+        fates[: used * block] = Fate.LIVE
+        return Produced(outputs=outputs, fates={"slots": fates})
+
+    return used_part
 
 
 @_ours("ours_align", ALIGN)
-def ours_align(call: Call) -> Produced:
+def ours_align(call: Call) -> Callable[[], Produced]:
     """Our alignment: one program for up to 128 pairs, three launches for more."""
     from moe_parity.kernels.ours import steps
 
@@ -109,7 +113,7 @@ def ours_align(call: Call) -> Produced:
 
 
 @_ours("ours_align_large", ALIGN)
-def ours_align_large(call: Call) -> Produced:
+def ours_align_large(call: Call) -> Callable[[], Produced]:
     """Our alignment, the form of three launches for any number of pairs."""
     return _align(call, 0)
 

@@ -9,7 +9,15 @@ package fails closed: an operation without a model raises ``UnmodelledOperation`
 from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.launcher import LaunchReport, launch
 from moe_parity.kernels.virtual_gpu.lowering import dot_unit, opcodes, ptx
-from moe_parity.kernels.virtual_gpu.record import Launch, Tape, dispatch, record, shuffled
+from moe_parity.kernels.virtual_gpu.record import (
+    Launch,
+    Tape,
+    dispatch,
+    dry,
+    launching,
+    record,
+    shuffled,
+)
 
 __all__ = [
     "Launch",
@@ -19,7 +27,9 @@ __all__ = [
     "UnmodelledOperation",
     "dispatch",
     "dot_unit",
+    "dry",
     "launch",
+    "launching",
     "opcodes",
     "ptx",
     "record",

@@ -1,0 +1,189 @@
+"""A call captured once: a CUDA graph on a GPU, on a CPU the recording that stands for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.harness.calling.canonical import canonical, finished
+from moe_parity.harness.calling.poison import Output, PoisonedAllocator
+from moe_parity.harness.calling.recording import Recording, address_of, recording
+from moe_parity.harness.calling.run import aliased, poisoned_empty, run, settings_kept
+from moe_parity.kernels import Call, Kernel
+from moe_parity.references.language import Case
+from moe_parity.references.language.stage import tensors_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Static(Call):
+    """A call whose outputs lie where those of an earlier one did, asked for in the same order."""
+
+    order: Iterator[Output]
+
+    def new(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        strides: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the memory; other memory where another is asked for."""
+        kept = next(self.order, None)
+        if kept is not None and kept.name == name and shape in (None, tuple(kept.view.shape)):
+            return kept.view
+        return super().new(name, shape, strides, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A call that can be run again on whatever its inputs then hold."""
+
+    kernel: Kernel
+    call: Call
+    returned: Any
+    memory: list[Output]
+    recording: Recording | None
+    graph: Any
+    """``torch.cuda.CUDAGraph`` on a GPU."""
+
+    def poison(self, byte: int) -> None:
+        """Fill the outputs, and on a CPU all memory that the call took, anew.
+
+        In a CUDA graph ``torch.empty`` fills its own memory: it is captured so.
+        """
+        for output in self.memory:
+            output.storage.fill_(byte)
+        if self.recording is not None:
+            self.recording.poison(byte)
+
+    def replay(self) -> None:
+        """Run it again."""
+        if self.recording is not None:
+            with torch.no_grad():
+                self.recording.replay()
+        else:
+            self.graph.replay()
+            torch.cuda.synchronize()
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Return the canonical outputs as they are now."""
+        return canonical(self.kernel.name, self.call, finished(self.returned))
+
+    @property
+    def freed(self) -> int:
+        """How many pieces of memory that it needs the kernel has freed; unknown on a GPU."""
+        return 0 if self.recording is None else self.recording.freed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Why a call cannot be captured."""
+
+    words: str
+    """They follow ``its call``."""
+
+
+def capture(kernel: Kernel, case: Case, inputs: Any) -> Captured | Stopped:
+    """Call a kernel to warm it up, then capture a call on the same inputs, which stay where they are.
+
+    Whatever the kernel raises in the first call passes through.
+    """
+    warm = run(kernel, case, inputs)
+    allocate = PoisonedAllocator(
+        device=str(kernel.stage.handed(inputs)[0].device), poison=0xFF, names=warm.outputs
+    )
+    call = _Static(
+        case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=allocate,
+        order=iter(warm.memory),
+    )  # fmt: skip
+    on_gpu = kernel.stage.handed(inputs)[0].is_cuda
+    made = _graph(kernel, call) if on_gpu else _recorded(kernel, call)
+    if isinstance(made, Stopped):
+        return made
+    return dataclasses.replace(made, memory=warm.memory + allocate.outputs)
+
+
+def record(kernel: Kernel, call: Call) -> tuple[Recording, Any]:
+    """Return what a call on a CPU does, and what it returns."""
+    with poisoned_empty(), settings_kept(), torch.no_grad(), recording(kernel.source) as found:
+        returned = kernel.run(call)
+    return found, returned
+
+
+def _recorded(kernel: Kernel, call: _Static) -> Captured | Stopped:
+    found, returned = record(kernel, call)
+    if found.stops is not None:
+        return Stopped(words=found.stops.words)
+    inputs = {address_of(tensor) for tensor in tensors_of(call.inputs)}
+    found.let_go(inputs)
+    return Captured(
+        kernel=kernel, call=call, returned=returned, memory=[], recording=found, graph=None
+    )
+
+
+def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
+    """Capture on a GPU, after a call that tells whether it waits: that one does no harm."""
+    memory = list(call.order)
+    waits = waiting(kernel, lambda: dataclasses.replace(call, order=iter(memory)))
+    if waits is not None:
+        return waits
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with poisoned_empty(), settings_kept():
+            own = dataclasses.replace(call, order=iter(memory))
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                returned = kernel.run(own)
+        torch.cuda.synchronize()
+    except Exception as error:
+        torch.cuda.synchronize()
+        return _stopped(kernel, error, "cannot be captured")
+    return Captured(
+        kernel=kernel, call=call, returned=returned, memory=[], recording=None, graph=graph
+    )
+
+
+def waiting(kernel: Kernel, fresh: Callable[[], Call]) -> Stopped | None:
+    """Return where a call on a GPU waits for it, or None; torch refuses to."""
+    call = fresh()
+    torch.cuda.synchronize()
+    try:
+        with refusing_to_wait(), poisoned_empty(), settings_kept():
+            kernel.run(call)
+    except Exception as error:
+        if "synchroniz" not in str(error):
+            return _stopped(kernel, error, "raises")
+        return _stopped(kernel, error, "waits for the GPU")
+    finally:
+        torch.cuda.synchronize()
+    return None
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Make what waits for the GPU raise."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _stopped(kernel: Kernel, error: BaseException, what: str) -> Stopped:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename == str(kernel.source)]
+    outside = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+    at = (own or outside)[-1:]
+    place = "".join(f" at line {f.lineno} of {f.filename.rsplit('/', 1)[-1]}" for f in at)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return Stopped(words=f"{what}{place} ({type(error).__name__}: {text[:120]})")
