@@ -1,10 +1,11 @@
 """Planted faults that only a replay shows: what a graph keeps of the call it was captured from.
 
-Each kernel is right, bit for bit, in an ordinary call.
+Every kernel here is right, bit for bit, when it is called as usual on the inputs of its case.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,38 +14,293 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_parity.harness.calling.run import run
 from moe_parity.harness.checks.replay import replay
 from moe_parity.harness.checks.verdict import Verdict
-from moe_parity.harness.diagnosis.cause import CauseKind
 from moe_parity.kernels import Call, Kernel
-from moe_parity.references.arithmetic.formats import row_major
-from moe_parity.references.language import Case, Check, Contract
+from moe_parity.references.language import Case, Check, Recipe, Routing
+from moe_parity.references.recipes import recipe_named
 from moe_parity.references.recipes.ours import OURS
-from moe_parity.suites.planted import CASES, kernel_of, red
+from moe_parity.suites.planted import kernel_of
 
-SIZES = {"m": 6, "e": 4, "k": 2, "h": 128, "i": 128}
-STAGES = ("act_quant", "swiglu", "combine", "layer")
+pytest.importorskip("triton", reason="needs Triton")
 
-
-def case_of(stage: str) -> Case:
-    """Return a small case of a stage."""
-    return dataclasses.replace(CASES[stage], **{n: min(getattr(CASES[stage], n), v) for n, v in SIZES.items()})
-
-
-# --- right kernels in plain torch, by recipe: what a fault is planted in ---------------------------
-
-
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [M, H] by the recipe deepgemm, in plain torch."""
-    grouped = x.float().unflatten(1, (-1, 128))
-    scales = grouped.abs().amax(2).clamp(1e-4) / torch.full((), 448.0)
-    return (grouped * (1 / scales[..., None])).flatten(1).to(torch.float8_e4m3fn), scales
+Outputs = dict[str, Tensor]
+Body = Callable[[Call], Outputs]
+CASES = {
+    "act_quant": Case(m=6, h=256),
+    "combine": Case(m=6, e=4, k=2, h=128),
+    "layer": Case(m=3, e=4, k=2, h=128, i=128),
+}
+RECIPES: dict[str, Recipe] = {
+    "act_quant": recipe_named("deepgemm"), "combine": recipe_named("vllm_triton"), "layer": OURS,
+}  # fmt: skip
 
 
-def summed(call: Call) -> Tensor:
-    """Sum rows [M, k, H] in fp32, k ascending, as vLLM's moe_sum does; foreign rows are left out."""
-    rows = torch.where((call.inputs.expert >= 0).view(*call.inputs.ids.shape, 1), call.inputs.rows, 0)
+# --- right kernels ---------------------------------------------------------------------------------
+
+
+def quantized(call: Call) -> Outputs:
+    """DeepGEMM's quantizer in plain torch."""
+    x = call.inputs.x.float().unflatten(1, (-1, 128))
+    scales = x.abs().amax(2).clamp(1e-4) / torch.full((), 448.0)
+    codes = (x * (1 / scales[..., None])).flatten(1).to(torch.float8_e4m3fn)
+    return {"codes": codes.view(torch.uint8), "scales": scales}
+
+
+def summed(call: Call) -> Outputs:
+    """Sum the owned rows, k ascending, in plain torch."""
+    inputs = call.inputs
+    owned = (inputs.expert >= 0).view(*inputs.ids.shape, 1)
+    rows = torch.where(owned, inputs.rows, 0).float()
     total = torch.zeros(rows.shape[0], rows.shape[2])
     for k in range(rows.shape[1]):
-        total += rows[:, k].float()
-    return total.bfloat16()
+        total += rows[:, k]
+    return {"out": total.bfloat16()}
+
+
+def layered(call: Call) -> Outputs:
+    """Our layer."""
+    from moe_parity.kernels.ours.layers import run_path
+
+    return {"out": run_path(call, "decode")["out"]}
+
+
+BODIES: dict[str, Body] = {"act_quant": quantized, "combine": summed, "layer": layered}
+
+
+def read(call: Call) -> Tensor:
+    """Return the tensor that a host would look at."""
+    inputs = call.inputs
+    return inputs.x if hasattr(inputs, "x") else getattr(inputs, "batch", inputs).ids
+
+
+def written(call: Call, made: Outputs) -> Outputs:
+    return {name: call.new(name).copy_(value) for name, value in made.items()}
+
+
+def right(body: Body) -> Body:
+    return lambda call: written(call, body(call))
+
+
+# --- faults ----------------------------------------------------------------------------------------
+
+
+def host_read(body: Body) -> Body:
+    """The host looks at a value."""
+
+    def run(call: Call) -> Outputs:
+        most = read(call).max().item()
+        made = body(call)
+        return written(call, made if most > -(10**9) else {})
+
+    return run
+
+
+def early_out(body: Body) -> Body:
+    """Nothing is launched where nothing is live."""
+
+    def run(call: Call) -> Outputs:
+        if (read(call) >= -1).any():
+            return written(call, body(call))
+        return {}
+
+    return run
+
+
+def grown_workspace(body: Body) -> Body:
+    """A workspace is made anew for a larger call, and the graph keeps the old one."""
+    kept: dict[str, Tensor] = {}
+
+    def run(call: Call) -> Outputs:
+        made = body(call)
+        for name, value in made.items():
+            if name not in kept or kept[name].numel() < value.numel():
+                kept[name] = torch.empty(value.numel(), dtype=value.dtype)
+            made[name] = kept[name][: value.numel()].view(value.shape).copy_(value)
+        return written(call, made)
+
+    return run
+
+
+def flag_not_reset(body: Body) -> Body:
+    """A flag in memory of the kernel's says that the work is done."""
+    kept: dict[Any, Tensor] = {}
+
+    def run(call: Call) -> Outputs:
+        made = body(call)
+        done = kept.setdefault(read(call).shape, torch.zeros((), dtype=torch.bool))
+        for name, value in made.items():
+            mine = kept.setdefault((name, value.shape), torch.zeros_like(value))
+            mine.copy_(torch.where(done, mine, value))
+            made[name] = mine
+        done.fill_(True)
+        return written(call, made)
+
+    return run
+
+
+def cached_output(body: Body) -> Body:
+    """The result for a shape is computed once."""
+    kept: dict[Any, Outputs] = {}
+
+    def run(call: Call) -> Outputs:
+        if read(call).shape not in kept:
+            kept[read(call).shape] = body(call)
+        return kept[read(call).shape]
+
+    return run
+
+
+def counted_calls(body: Body) -> Body:
+    """The host's count of calls is an argument, beside the device's own."""
+    device, host = torch.zeros((), dtype=torch.int64), [0]
+
+    def run(call: Call) -> Outputs:
+        host[0] += 1
+        device.add_(1)
+        made = body(call)
+        return written(call, {n: torch.where(device == host[0], v, 0) for n, v in made.items()})
+
+    return run
+
+
+def cached_scalar(body: Body) -> Body:
+    """What the host read in the first call of a shape is kept."""
+    kept: dict[Any, bool] = {}
+
+    def run(call: Call) -> Outputs:
+        seen = read(call)
+        if seen.shape not in kept:
+            kept[seen.shape] = float(seen.flatten()[0])
+        made = body(call)
+        fits = seen.flatten()[0] == kept[seen.shape]
+        return written(call, {n: torch.where(fits, v, 0) for n, v in made.items()})
+
+    return run
+
+
+def nothing_for_none(body: Body) -> Body:
+    """Outputs are left alone where no row is live."""
+
+    def run(call: Call) -> Outputs:
+        made = written(call, {n: torch.zeros_like(v) for n, v in body(call).items()}) and {}
+        live = (read(call) >= 0).any()
+        for name, value in body(call).items():
+            out = call.new(name)
+            made[name] = out.copy_(torch.where(live, value, out))
+        return made
+
+    return run
+
+
+def in_the_input(body: Body) -> Body:
+    """A result lies in the memory of an input."""
+
+    def run(call: Call) -> Outputs:
+        made = body(call)
+        return {"out": call.inputs.rows[:, 0].copy_(made["out"])}
+
+    return run
+
+
+def mirrored(body: Body) -> Body:
+    """The host reads ids in memory that both see, and hands on how many experts are hit."""
+    from moe_parity.kernels.ours import steps
+
+    def run(call: Call) -> Outputs:
+        inputs, out = call.inputs, call.new("out")
+        count = inputs.ids.numel()
+        ids = (ctypes.c_int32 * count).from_address(inputs.ids.data_ptr())
+        hit = max(max(ids) + 1, 1)
+        steps.combine(inputs.rows, None, inputs.ids, inputs.first, hit, out)
+        return {"out": out}
+
+    return run
+
+
+FAULTS = (
+    (grown_workspace, "freed_memory", "keeps the address of memory that it freed"),
+    (flag_not_reset, "stale_output", "as it was before"),
+    (cached_output, "stale_output", "as it was before, replayed on other values"),
+    (counted_calls, "frozen_scalar", "of eq, which these inputs make"),
+    (cached_scalar, "replay_differs", "an eager call gives the same: it keeps a state"),
+)
+EVERYWHERE = [
+    pytest.param(stage, *fault, id=f"{stage}-{fault[0].__name__}")
+    for stage in CASES
+    for fault in FAULTS
+    if stage != "layer" or fault[0] in (grown_workspace, cached_output)
+]
+
+
+def made(stage: str, fault: Callable[[Body], Body], recipe: Recipe | None = None) -> Kernel:
+    return kernel_of(stage, fault(BODIES[stage]), recipe or RECIPES[stage])
+
+
+def verdict_of(kernel: Kernel, case: Case | None = None) -> Verdict:
+    return replay(kernel, case or CASES[kernel.stage.name], "cpu")
+
+
+@pytest.mark.parametrize("stage", ["act_quant", "combine"])
+def test_a_right_kernel_replays(stage: str):
+    verdict = verdict_of(made(stage, right))
+    assert (verdict.verdict, verdict.message) == ("pass", "")
+    assert verdict.compared > 0
+
+
+@pytest.mark.parametrize(("stage", "fault", "name", "words"), EVERYWHERE)
+def test_what_a_graph_keeps_is_named(
+    stage: str, fault: Callable[[Body], Body], name: str, words: str
+):
+    verdict = verdict_of(made(stage, fault))
+    assert (verdict.verdict, verdict.cause_kind, verdict.cause) == ("fail", "call", name)
+    assert words in verdict.message
+
+
+@pytest.mark.parametrize("stage", CASES)
+@pytest.mark.parametrize("fault", [host_read, early_out])
+def test_a_wait_for_the_gpu_is_named_with_its_line(stage: str, fault: Callable[[Body], Body]):
+    """A skip by default; red where the contract promises that it never waits."""
+    kernel = made(stage, fault)
+    line = fault.__code__.co_firstlineno + 4
+    verdict = verdict_of(kernel)
+    assert verdict.verdict == "skip"
+    where = f"waits for the GPU at line {line} of test_replay_faults.py (item)"
+    assert where in verdict.reason
+    promising = kernel.contract.promising(Check.NO_SYNC)
+    verdict = verdict_of(dataclasses.replace(kernel, contract=promising))
+    assert (verdict.verdict, verdict.cause) == ("fail", "waits_for_gpu")
+    assert where in verdict.message
+
+
+def test_an_output_that_is_left_alone_for_no_live_rows_is_stale():
+    verdict = verdict_of(made("combine", nothing_for_none))
+    assert (verdict.verdict, verdict.cause) == ("fail", "stale_output")
+    assert "replayed with no row live" in verdict.message
+
+
+def test_an_output_in_the_memory_of_an_input_is_told():
+    verdict = verdict_of(made("combine", in_the_input))
+    assert (verdict.verdict, verdict.cause) == ("fail", "stale_output")
+    assert "in memory of its inputs" in verdict.message
+
+
+def test_an_argument_that_the_host_made_of_data_is_frozen():
+    """The host reads what no op shows; the capture is of one expert, the replay of four."""
+    kernel = made("combine", mirrored, recipe_named("vllm_deepgemm"))
+    case = dataclasses.replace(CASES["combine"], routing=Routing.ONE)
+    verdict = verdict_of(kernel, case)
+    assert (verdict.verdict, verdict.cause) == ("fail", "frozen_scalar")
+    assert "keeps experts = 1 of combine_kernel, which these inputs make" in verdict.message
+
+
+@pytest.mark.parametrize("stage", ["act_quant", "combine"])
+def test_the_faults_do_not_show_in_one_call(stage: str):
+    """Otherwise another check would have found them."""
+    case = CASES[stage]
+    inputs = made(stage, right).stage.inputs(case)
+    want = run(made(stage, right), case, inputs).outputs
+    for fault, _, _ in FAULTS:
+        got = run(made(stage, fault), case, inputs).outputs
+        assert all(torch.equal(got[name], want[name]) for name in want)

@@ -50,6 +50,8 @@ class Captured:
     call: Call
     returned: Any
     memory: list[Output]
+    first: dict[str, Tensor]
+    """The canonical outputs of the call that warmed it up."""
     recording: Recording | None
     graph: Any
     """``torch.cuda.CUDAGraph`` on a GPU."""
@@ -108,7 +110,7 @@ def capture(kernel: Kernel, case: Case, inputs: Any) -> Captured | Stopped:
     made = _graph(kernel, call) if on_gpu else _recorded(kernel, call)
     if isinstance(made, Stopped):
         return made
-    return dataclasses.replace(made, memory=warm.memory + allocate.outputs)
+    return dataclasses.replace(made, memory=warm.memory + allocate.outputs, first=warm.outputs)
 
 
 def record(kernel: Kernel, call: Call) -> tuple[Recording, Any]:
@@ -125,8 +127,9 @@ def _recorded(kernel: Kernel, call: _Static) -> Captured | Stopped:
     inputs = {address_of(tensor) for tensor in tensors_of(call.inputs)}
     found.let_go(inputs)
     return Captured(
-        kernel=kernel, call=call, returned=returned, memory=[], recording=found, graph=None
-    )
+        kernel=kernel, call=call, returned=returned, memory=[], first={}, recording=found,
+        graph=None,
+    )  # fmt: skip
 
 
 def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
@@ -146,8 +149,9 @@ def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
         torch.cuda.synchronize()
         return _stopped(kernel, error, "cannot be captured")
     return Captured(
-        kernel=kernel, call=call, returned=returned, memory=[], recording=None, graph=graph
-    )
+        kernel=kernel, call=call, returned=returned, memory=[], first={}, recording=None,
+        graph=graph,
+    )  # fmt: skip
 
 
 def waiting(kernel: Kernel, fresh: Callable[[], Call]) -> Stopped | None:

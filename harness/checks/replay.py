@@ -81,25 +81,34 @@ class _Replays:
         """Replay on every change of the inputs until one is wrong."""
         compared = 0
         for n, given in enumerate(changes(self.kernel, self.case, self.device, made)):
-            for buffer, tensor in zip(tensors_of(self.buffers), given.tensors, strict=True):
-                buffer.copy_(tensor)
-            if n and (words := self._moved(given)):
+            self._fill(given)
+            if n and (words := self._moved()):
                 return self._red("stale_output", words)
             self._between(n)
             if self.captured.freed:
                 return self._red("freed_memory", FREED.format(self.captured.freed))
-            got, total, wrong = self._replayed(n)
-            if n == 0 and wrong is not None and self._eager_differs(got) is None:
+            got, total, wrong = self._replayed(n, given)
+            if n == 0 and wrong is not None and self._differs(got, self.captured.first) is None:
                 self.right, wrong = False, None  # the check exact says so
             if wrong is not None:
                 return self._why(given, got, wrong, POISONS[n % 2])
             compared, self.before = compared + total, got
         return found(Check.REPLAY, "", compared=compared)
 
-    def _replayed(self, n: int) -> tuple[Outputs, int, Difference | None]:
-        self.captured.poison(POISONS[n % 2])
+    def _fill(self, given: Given) -> None:
+        for buffer, tensor in zip(tensors_of(self.buffers), given.tensors, strict=True):
+            buffer.copy_(tensor)
+
+    def _once(self, given: Given, poison: int) -> Outputs:
+        """Replay under a poison; the inputs are put back, should it write to them."""
+        self.captured.poison(poison)
         self.captured.replay()
         got = self.captured.outputs()
+        self._fill(given)
+        return got
+
+    def _replayed(self, n: int, given: Given) -> tuple[Outputs, int, Difference | None]:
+        got = self._once(given, POISONS[n % 2])
         every = self._against_recipe(got)
         wrong = next((d for d in every if d.wrong), None) if self.right else None
         if self.device != "cpu" or not self.right:
@@ -118,13 +127,15 @@ class _Replays:
         return min(tried, key=lambda every: sum(d.wrong for d in every))
 
     def _eager_differs(self, got: Outputs) -> Difference | None:
+        return self._differs(got, run(self.kernel, self.case, self.buffers).outputs)
+
+    def _differs(self, got: Outputs, want: Outputs) -> Difference | None:
         stage = self.kernel.stage
-        eager = run(self.kernel, self.case, self.buffers).outputs
         outputs = stage.outputs(self.case, self.buffers)
-        every = differences(outputs, got, eager, stage.live(self.case, self.buffers))
+        every = differences(outputs, got, want, stage.live(self.case, self.buffers))
         return next((d for d in every if d.wrong), None)
 
-    def _moved(self, given: Given) -> str:
+    def _moved(self) -> str:
         """Return whether the result changed as the inputs were overwritten, in words."""
         if self.captured.recording is None or callable(self.captured.returned):
             return ""
@@ -154,28 +165,31 @@ class _Replays:
             f"replayed {given.words}: at {place} of {wrong.name} got {wrong.got}, expected "
             f"{wrong.want}; {wrong.words}"
         )
-        eager = self._eager_differs(got)
         if kept := self._kept_scalar():
             return self._red("frozen_scalar", f"keeps {kept}, and is wrong when {told}")
-        if self._stale(got, wrong, poison):
+        if self._stale(given, got, wrong, poison):
             words = f"leaves {wrong.name} as it was before, {told}"
             return self._red("stale_output", words)
-        also = "" if eager is not None else "; an eager call gives the same: it keeps a state"
+        also = (
+            "" if self._eager_differs(got) else "; an eager call gives the same: it keeps a state"
+        )
         return self._red("replay_differs", f"is wrong when {told}{also}")
 
-    def _stale(self, got: Outputs, wrong: Difference, poison: int) -> bool:
+    def _stale(self, given: Given, got: Outputs, wrong: Difference, poison: int) -> bool:
         """Whether what is wrong is what memory held, or what the replay before gave."""
         before, one = self.before.get(wrong.name), got[wrong.name]
         if before is not None and before.shape == one.shape:
             at = wrong.index
             same = differences(
-                self.outputs, {wrong.name: one[at].reshape(1)}, {wrong.name: before[at].reshape(1)}, {}
+                self.outputs,
+                {wrong.name: one[at].reshape(1)},
+                {wrong.name: before[at].reshape(1)},
+                {},
             )
             if not same[0].wrong:
                 return True
-        self.captured.poison(POISONS[0] if poison == POISONS[1] else POISONS[1])
-        self.captured.replay()
-        again = self.captured.outputs()[wrong.name]
+        other = POISONS[0] if poison == POISONS[1] else POISONS[1]
+        again = self._once(given, other)[wrong.name]
         if again.shape != one.shape:
             return False
         return bool(differences(self.outputs, {wrong.name: again}, {wrong.name: one}, {})[0].wrong)
