@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_parity.harness.calling.canonical import canonical, finished
 from moe_parity.harness.calling.poison import Output, PoisonedAllocator
-from moe_parity.harness.calling.recording import Recording, address_of, recording
+from moe_parity.harness.calling.recording import Recording, Wait, address_of, recording
 from moe_parity.harness.calling.run import aliased, poisoned_empty, run, settings_kept
 from moe_parity.kernels import Call, Kernel
 from moe_parity.references.language import Case
@@ -115,15 +115,37 @@ def capture(kernel: Kernel, case: Case, inputs: Any) -> Captured | Stopped:
 
 def record(kernel: Kernel, call: Call) -> tuple[Recording, Any]:
     """Return what a call on a CPU does, and what it returns."""
+    call.outputs  # noqa: B018  made here, where nobody minds that it waits
     with poisoned_empty(), settings_kept(), torch.no_grad(), recording(kernel.source) as found:
         returned = kernel.run(call)
     return found, returned
 
 
+def looked_at(kernel: Kernel, call: Call) -> Wait | None:
+    """Return the first thing for which a call on a CPU would wait for the GPU, or None.
+
+    A Triton kernel's launches are not run: up to the first wait nothing depends on what they give.
+    """
+    if not kernel.triton:
+        return record(kernel, call)[0].stops
+    from moe_parity.kernels.virtual_gpu import dry
+
+    call.outputs  # noqa: B018
+    with dry(), poisoned_empty(), settings_kept(), recording(kernel.source) as found:
+        try:
+            kernel.run(call)
+        except Exception:
+            if found.stops is None:
+                raise
+    return found.stops
+
+
 def _recorded(kernel: Kernel, call: _Static) -> Captured | Stopped:
-    found, returned = record(kernel, call)
-    if found.stops is not None:
-        return Stopped(words=found.stops.words)
+    memory = list(call.order)
+    wait = looked_at(kernel, dataclasses.replace(call, order=iter(memory)))
+    if wait is not None:
+        return Stopped(words=wait.words)
+    found, returned = record(kernel, dataclasses.replace(call, order=iter(memory)))
     inputs = {address_of(tensor) for tensor in tensors_of(call.inputs)}
     found.let_go(inputs)
     return Captured(
@@ -142,6 +164,8 @@ def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
     try:
         with poisoned_empty(), settings_kept():
             own = dataclasses.replace(call, order=iter(memory))
+            own.outputs  # noqa: B018
+            torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 returned = kernel.run(own)
         torch.cuda.synchronize()
@@ -157,6 +181,7 @@ def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
 def waiting(kernel: Kernel, fresh: Callable[[], Call]) -> Stopped | None:
     """Return where a call on a GPU waits for it, or None; torch refuses to."""
     call = fresh()
+    call.outputs  # noqa: B018
     torch.cuda.synchronize()
     try:
         with refusing_to_wait(), poisoned_empty(), settings_kept():

@@ -309,12 +309,12 @@ def _reads(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     name = str(func.overloadpacket.__name__)
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
         return ""
-    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-        return "item" if name == "_local_scalar_dense" else name
     if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
         masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
         filled = name != "index" and len(args[1]) == 1 and args[2].numel() == 1
         return "a mask as an index" if masks and not filled else ""
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        return "item" if name == "_local_scalar_dense" else name
     if name == "bincount":
         return name
     plain = [r for r in func._schema.returns if str(r.type) in ("bool", "int", "float", "number")]

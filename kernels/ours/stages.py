@@ -11,7 +11,16 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Call, Fate, Produced
 from moe_parity.kernels.registry import Run, Supports, register
-from moe_parity.references.language import Case, Recipe, ScaleLayout, Skip, Stage, Why
+from moe_parity.references.language import (
+    Case,
+    Check,
+    Contract,
+    Recipe,
+    ScaleLayout,
+    Skip,
+    Stage,
+    Why,
+)
 from moe_parity.references.recipes.ours import OURS, OURS_AFTER
 from moe_parity.references.stages import (
     ACT_QUANT,
@@ -34,6 +43,10 @@ def unavailable() -> Skip | None:
     return None
 
 
+SERVING = Contract().promising(Check.NO_SYNC, Check.NO_RECOMPILE)
+"""What all of ours promise: they are called in a CUDA graph, at any number of tokens."""
+
+
 def _ours(
     name: str,
     stage: Stage[Any],
@@ -44,7 +57,7 @@ def _ours(
 ) -> Callable[[Run], Run]:
     return register(
         name, stage=stage, recipes=recipe, supports=supports, unavailable=unavailable,
-        triton=True, note=note,
+        triton=True, note=note, contract=SERVING,
     )  # fmt: skip
 
 
