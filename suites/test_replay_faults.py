@@ -37,7 +37,7 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-# --- right kernels ---------------------------------------------------------------------------------
+# --- right kernels --------------------------------------------------------------------------------
 
 
 def quantized(call: Call) -> Outputs:
@@ -72,7 +72,8 @@ BODIES: dict[str, Body] = {"act_quant": quantized, "combine": summed, "layer": l
 def read(call: Call) -> Tensor:
     """Return the tensor that a host would look at."""
     inputs = call.inputs
-    return inputs.x if hasattr(inputs, "x") else getattr(inputs, "batch", inputs).ids
+    made: Tensor = inputs.x if hasattr(inputs, "x") else getattr(inputs, "batch", inputs).ids
+    return made
 
 
 def written(call: Call, made: Outputs) -> Outputs:
@@ -83,7 +84,7 @@ def right(body: Body) -> Body:
     return lambda call: written(call, body(call))
 
 
-# --- faults ----------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def host_read(body: Body) -> Body:

@@ -47,7 +47,7 @@ class Captured:
     """A call that can be run again on whatever its inputs then hold."""
 
     kernel: Kernel
-    call: Call
+    call: _Static
     returned: Any
     memory: list[Output]
     first: dict[str, Tensor]
@@ -79,6 +79,13 @@ class Captured:
         """Return the canonical outputs as they are now."""
         return canonical(self.kernel.name, self.call, finished(self.returned))
 
+    def again(self) -> Recording | None:
+        """Return what a call on the inputs as they are now does, None on a GPU."""
+        if self.recording is None:
+            return None
+        own = dataclasses.replace(self.call, order=iter(self.memory))
+        return record(self.kernel, own)[0]
+
     @property
     def freed(self) -> int:
         """How many pieces of memory that it needs the kernel has freed; unknown on a GPU."""
@@ -94,7 +101,7 @@ class Stopped:
 
 
 def capture(kernel: Kernel, case: Case, inputs: Any) -> Captured | Stopped:
-    """Call a kernel to warm it up, then capture a call on the same inputs, which stay where they are.
+    """Call a kernel to warm it up, then capture a call on the same inputs, which stay in place.
 
     Whatever the kernel raises in the first call passes through.
     """

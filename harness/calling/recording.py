@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,11 +80,17 @@ class Gone:
     address: int
     like: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
+    @property
+    def lost(self) -> bool:
+        """Whether nobody else holds the memory."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
     @staticmethod
     def of(tensor: Tensor) -> Gone:
         """Return the tensor without a hold on its memory."""
-        where = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        weak = StorageWeakRef(tensor.untyped_storage())
+        offset = int(tensor.storage_offset())
+        where = (tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+        weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         return Gone(storage=weak, address=address_of(tensor), like=where)
 
     def over(self, memory: Tensor) -> Tensor:
@@ -106,7 +113,7 @@ class Recording:
         self.owned: dict[int, Tensor] = {}
         """New memory by the address of its storage."""
         self.waits: list[Wait] = []
-        self.gone: dict[int, StorageWeakRef] = {}
+        self.gone: dict[int, Gone] = {}
 
     @property
     def stops(self) -> Wait | None:
@@ -135,8 +142,8 @@ class Recording:
         def fast(value: Any) -> Any:
             if not isinstance(value, Gone):
                 return value
-            if not value.storage.expired():
-                self.gone[value.address] = value.storage
+            if not value.lost:
+                self.gone[value.address] = value
                 return value
             # it was the call's own, made in a way that no op shows: the host's numbers
             return value.over(copies[value.address])
@@ -147,7 +154,7 @@ class Recording:
     @property
     def freed(self) -> int:
         """How many pieces of memory that it needs are gone."""
-        return sum(storage.expired() for storage in self.gone.values())
+        return sum(memory.lost for memory in self.gone.values())
 
     def replay(self) -> None:
         """Run it again on whatever the same tensors now hold."""
@@ -216,7 +223,7 @@ class _Recorder:
 
 def _line(source: Path) -> tuple[str, int]:
     """Return file and line of the innermost frame of a file, else of the innermost one outside."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     first: tuple[str, int] | None = None
     while frame is not None:
         name = frame.f_code.co_filename
@@ -225,7 +232,7 @@ def _line(source: Path) -> tuple[str, int]:
         inside = name == __file__ or "/torch/" in name or name.startswith("<")
         if first is None and not inside:
             first = Path(name).name, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return first or (source.name, 0)
 
 
@@ -249,11 +256,11 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records ops."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(

@@ -196,14 +196,11 @@ class _Replays:
     def _kept_scalar(self) -> str:
         """Return a host scalar that a capture on these inputs would have otherwise, in words."""
         kept = self.captured.recording
-        if kept is None:
-            return ""
-        call = dataclasses.replace(self.captured.call, order=iter(self.captured.memory))
         try:
-            now, _ = graph.record(self.kernel, call)
+            now = self.captured.again()
         except BROKEN:
             return ""
-        return _other_scalar(kept, now)
+        return _other_scalar(kept, now) if kept is not None and now is not None else ""
 
     def _red(self, name: str, words: str) -> Verdict:
         text = f"{self.kernel.stage} of {self.kernel.name} {words}."
@@ -232,7 +229,7 @@ def churn(device: str) -> None:
     """Take memory, fill it with NaN and free it; on a GPU another stream does so as well."""
     sizes = (1 << 10, 1 << 14, 1 << 18, 1 << 12)
     if device == "cuda":
-        other = torch.cuda.Stream()
+        other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(other):
             made = [torch.full((n,), float("nan"), device=device) for n in (*sizes, 1 << 24)]
             made.append(made[-1] * 2)
