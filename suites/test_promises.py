@@ -15,6 +15,7 @@ from moe_parity.harness.checks.promises import no_recompile, no_sync
 from moe_parity.kernels import Call, Kernel, registry
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Contract
+from moe_parity.references.stages.layer.inputs import layer_inputs
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -184,3 +185,26 @@ def test_a_contract_says_what_it_promises():
     with pytest.raises(ParityError):
         Contract().without(Check.EXACT)
     assert dataclasses.replace(PROMISED).checks >= {Check.REPLAY, Check.NO_RECOMPILE}
+
+
+def test_what_prewarm_compiles_is_all_that_serving_needs():
+    """Every batch of up to 70 tokens, on both paths; nothing is run."""
+    from moe_parity.kernels.ours import moe
+    from moe_parity.kernels.virtual_gpu import dry, record
+    from moe_parity.kernels.virtual_gpu.specialize import forms
+
+    case = Case(m=70, e=8, k=4, h=128, i=128, ep_rank=1, ep_size=2)
+    made = layer_inputs(case, spoil=False)
+    batch, experts = made.batch, made.experts
+
+    def keys(call: Callable[[], Any]) -> set[str]:
+        with dry(), record() as tape:
+            call()
+        return {f"{item.kernel.__name__} {forms(item)}" for item in tape.launches}
+
+    warmed = keys(lambda: moe.prewarm(experts, topk=case.k))
+    for m in range(71):
+        x, ids, weights = batch.x[:m], batch.ids[:m], batch.weights[:m]
+        for path in ("decode", "large"):
+            met = keys(lambda: moe.run_moe(x, ids, weights, experts, path=path))  # noqa: B023
+            assert met <= warmed, f"{path} at m = {m} compiles {sorted(met - warmed)[:1]}"

@@ -6,7 +6,7 @@ import dataclasses
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,30 +128,34 @@ def record(kernel: Kernel, call: Call) -> tuple[Recording, Any]:
     return found, returned
 
 
-def looked_at(kernel: Kernel, call: Call) -> Wait | None:
-    """Return the first thing for which a call on a CPU would wait for the GPU, or None.
+def waits_of(kernel: Kernel, call: Call) -> list[Wait]:
+    """Return for what a call on a CPU would wait for the GPU, up to the first such thing.
 
-    A Triton kernel's launches are not run: up to the first wait nothing depends on what they give.
+    A Triton kernel's launches are not run: until the first wait nothing depends on what they give.
     """
     if not kernel.triton:
-        return record(kernel, call)[0].stops
+        return record(kernel, call)[0].waits
     from moe_parity.kernels.virtual_gpu import dry
 
     call.outputs  # noqa: B018
-    with dry(), poisoned_empty(), settings_kept(), recording(kernel.source) as found:
+    surroundings = (dry(), poisoned_empty(), settings_kept(), torch.no_grad())
+    with ExitStack() as stack:
+        for each in surroundings:
+            stack.enter_context(each)
+        found = stack.enter_context(recording(kernel.source))
         try:
             kernel.run(call)
         except Exception:
             if found.stops is None:
                 raise
-    return found.stops
+    return found.waits
 
 
 def _recorded(kernel: Kernel, call: _Static) -> Captured | Stopped:
     memory = list(call.order)
-    wait = looked_at(kernel, dataclasses.replace(call, order=iter(memory)))
-    if wait is not None:
-        return Stopped(words=wait.words)
+    for wait in waits_of(kernel, dataclasses.replace(call, order=iter(memory))):
+        if not wait.copies:
+            return Stopped(words=wait.words)
     found, returned = record(kernel, dataclasses.replace(call, order=iter(memory)))
     inputs = {address_of(tensor) for tensor in tensors_of(call.inputs)}
     found.let_go(inputs)

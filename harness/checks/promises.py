@@ -16,8 +16,10 @@ import torch
 
 from moe_parity.harness.calling import graph
 from moe_parity.harness.calling.poison import PoisonedAllocator
+from moe_parity.harness.calling.recording import Wait
 from moe_parity.harness.calling.run import aliased, poisoned_empty, run, settings_kept
 from moe_parity.harness.checks.flow import BROKEN, raised
+from moe_parity.harness.checks.replay import replay
 from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.kernels import Call, Kernel
@@ -34,39 +36,51 @@ FEW, FEW_MORE = (1, 2, 3, 16, 17, 32), (5, 24, 33)
 """The same for a kernel that is run each time."""
 
 
+def served(kernel: Kernel, case: Case, device: str) -> Iterator[Verdict]:
+    """Yield what a contract says of calls in a server, beside the checks of one call."""
+    checks = kernel.contract.checks
+    if Check.REPLAY in checks:
+        yield replay(kernel, case, device)
+    if Check.NO_SYNC in checks:
+        yield no_sync(kernel, case, device)
+    if Check.NO_RECOMPILE in checks:
+        yield no_recompile(kernel, case, device)
+
+
 def no_sync(kernel: Kernel, case: Case, device: str, *, inputs: Any = None) -> Verdict:
     """Call a kernel once and look for what waits for the GPU, or copies from the host."""
     made = kernel.stage.inputs(case, device) if inputs is None else inputs
     try:
-        run(kernel, case, made)  # compiles and caches
+        if device == "cuda" or not builtin(kernel):
+            run(kernel, case, made)  # compiles and caches
         if device == "cuda":
             stop = graph.waiting(kernel, lambda: _call(kernel, case, made))
             words = stop.words if stop else ""
         else:
-            words = _seen(kernel, case, made)
+            words = _first(graph.waits_of(kernel, _call(kernel, case, made)))
     except BROKEN as error:
         return raised(kernel, case, error, Check.NO_SYNC)
     return _promised(kernel, Check.NO_SYNC, f"its call {words}" if words else "", "waits_for_gpu")
 
 
-def _seen(kernel: Kernel, case: Case, inputs: Any) -> str:
-    first = graph.looked_at(kernel, _call(kernel, case, inputs))
-    if first is None:
-        seen, _ = graph.record(kernel, _call(kernel, case, inputs))
-        first = next(iter(seen.waits), None)
-    return first.words if first else ""
+def _first(waits: list[Wait]) -> str:
+    """Return the first wait in words, one for the GPU before a copy from the host."""
+    return min(waits, key=lambda wait: wait.copies).words if waits else ""
 
 
 def no_recompile(kernel: Kernel, case: Case, device: str) -> Verdict:
     """Call a kernel at many numbers of rows, after some, and look for what is compiled anew.
 
-    On a CPU nothing is run: the forms of the arguments of each launch say what Triton compiles.
+    The forms of the arguments of each launch say what Triton compiles, and nothing is run; on a GPU
+    the binaries are counted as well.
     """
     reason = _unmeasurable(kernel, case, device)
     if reason:
         return Verdict(check=Check.NO_RECOMPILE, verdict="skip", reason=f"{kernel.name}: {reason}.")
     try:
-        compared, words = (_compiled if device == "cuda" else _specialised)(kernel, case, device)
+        compared, words = _specialised(kernel, case, device)
+        if device == "cuda" and not words:
+            compared, words = _compiled(kernel, case, device)
     except BROKEN as error:
         return raised(kernel, case, error, Check.NO_RECOMPILE)
     return _promised(kernel, Check.NO_RECOMPILE, words, "compiles_anew", compared)
@@ -91,9 +105,10 @@ def _unmeasurable(kernel: Kernel, case: Case, device: str) -> str:
     if device == "cuda":
         return ""
     made = kernel.stage.inputs(case, device)
-    run(kernel, case, made)
-    stop = graph.looked_at(kernel, _call(kernel, case, made))
-    return f"its launches depend on data: its call {stop.words}" if stop else ""
+    if not builtin(kernel):
+        run(kernel, case, made)
+    waits = [w for w in graph.waits_of(kernel, _call(kernel, case, made)) if not w.copies]
+    return f"its launches depend on data: its call {waits[0].words}" if waits else ""
 
 
 def _call(kernel: Kernel, case: Case, inputs: Any) -> Call:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from moe_parity.harness.checks.flow import check, first_line
+from moe_parity.harness.checks.promises import served
 from moe_parity.harness.session import environment
 from moe_parity.kernels import find, load_file
 from moe_parity.references.errors import ParityError
@@ -27,7 +29,10 @@ def run(case_id: str, seed: int, device: str | None = None, files: Iterable[str]
         raise ParityError(f"{kernel.name} does not take {case.id} here: {reason}")
     red = 0
     try:
-        for verdict in check(kernel, case, device, power=True):
+        every = itertools.chain(
+            check(kernel, case, device, power=True), served(kernel, case, device)
+        )
+        for verdict in every:
             red += verdict.failed
             detail = verdict.message or verdict.reason or f"{verdict.compared} outputs compared"
             if verdict.could_show:
