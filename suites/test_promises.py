@@ -193,7 +193,7 @@ def test_what_prewarm_compiles_is_all_that_serving_needs():
     from moe_parity.kernels.virtual_gpu import dry, record
     from moe_parity.kernels.virtual_gpu.specialize import forms
 
-    case = Case(m=70, e=8, k=4, h=128, i=128, ep_rank=1, ep_size=2)
+    case = Case(m=70, e=8, k=3, h=128, i=128, ep_rank=1, ep_size=2)
     made = layer_inputs(case, spoil=False)
     batch, experts = made.batch, made.experts
 

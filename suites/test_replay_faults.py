@@ -288,6 +288,23 @@ def test_an_output_that_is_left_alone_for_no_live_rows_is_stale():
     assert "replayed with no row live" in verdict.message
 
 
+def test_an_output_that_only_the_first_call_writes_is_stale_at_once():
+    """Poison shows it before the inputs change."""
+    seen: set[int] = set()
+
+    def run(call: Call) -> Outputs:
+        made = {name: call.new(name) for name in ("codes", "scales")}
+        for name, value in quantized(call).items():
+            if made[name].data_ptr() not in seen:
+                made[name].copy_(value)
+            seen.add(made[name].data_ptr())
+        return made
+
+    verdict = verdict_of(kernel_of("act_quant", run, RECIPES["act_quant"]))
+    assert (verdict.verdict, verdict.cause) == ("fail", "stale_output")
+    assert "as it was before, replayed on the inputs it was captured with" in verdict.message
+
+
 def test_an_output_in_the_memory_of_an_input_is_told():
     verdict = verdict_of(made("combine", in_the_input))
     assert (verdict.verdict, verdict.cause) == ("fail", "stale_output")
