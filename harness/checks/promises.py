@@ -60,7 +60,8 @@ def no_sync(kernel: Kernel, case: Case, device: str, *, inputs: Any = None) -> V
             words = _first(graph.waits_of(kernel, _call(kernel, case, made)))
     except BROKEN as error:
         return raised(kernel, case, error, Check.NO_SYNC)
-    return _promised(kernel, Check.NO_SYNC, f"its call {words}" if words else "", "waits_for_gpu")
+    told = f"its call {words}" if words else ""
+    return _promised(kernel, Check.NO_SYNC, told, "waits_for_gpu", compared=1)
 
 
 def _first(waits: list[Wait]) -> str:
