@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Stage
+from moe_parity.references.language.stage import Output
 
 
 class BadCall(ParityError):
@@ -42,6 +44,11 @@ class Call:
     inputs: Any
     allocate: Allocator
 
+    @cached_property
+    def outputs(self) -> Mapping[str, Output]:
+        """The stage's outputs; where their shapes depend on values, asking for them waits."""
+        return self.stage.outputs(self.case, self.inputs)
+
     def new(
         self,
         name: str,
@@ -55,7 +62,7 @@ class Call:
         shape it is whatever a kernel needs, row-major unless it says otherwise; raises BadCall
         where the name is not the stage's and the dtype is missing.
         """
-        outputs = self.stage.outputs(self.case, self.inputs)
+        outputs = self.outputs
         known = outputs.get(name)
         if shape is None:
             if known is None:
@@ -86,7 +93,9 @@ class Produced:
     """Outputs with the fate of every row of the memory that was allocated for them.
 
     Only a kernel that pads, reorders or leaves rows alone needs it; any other returns its outputs,
-    as a mapping, in the stage's order, or as one tensor.
+    as a mapping, in the stage's order, or as one tensor.  Where the host has to look at values to
+    say which rows were used, a kernel returns a function of no arguments that returns it: it is
+    called after the call, and is in no graph.
     """
 
     outputs: Mapping[str, Tensor]

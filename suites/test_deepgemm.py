@@ -80,8 +80,9 @@ def test_masked_wants_whole_tiles(max_m: int):
     scale = torch.ones(2, max_m, 1)
     w, w_scale = torch.zeros((2, 128, 128), dtype=torch.uint8), torch.ones(2, 1, 1)
     out = torch.empty((2, max_m, 128), dtype=torch.bfloat16)
+    counts = torch.tensor([1, 1], dtype=torch.int32)
     with pytest.raises(ParityError, match=rf"multiple of 128, got {max_m}: .* pad to \d+"):
-        deep_gemm.masked(a, scale, w, w_scale, out, torch.tensor([1, 1], dtype=torch.int32))
+        deep_gemm.masked(a, scale, w, w_scale, out, counts, expected=1)
 
 
 class FakeModule:
@@ -133,11 +134,13 @@ def test_write_sets():
     expert = torch.tensor([0] * 3 + [2] * 130 + [-1])
     placed = place(expert, 3, 128)
     assert placed.ends.tolist() == [3, 128, 258]
-    assert deep_gemm.rows_of(placed) == 3 * 128 + 128
+    assert placed.used == 3 * 128
+    # 134 pairs may fill a tile of each expert and one more; the last is nobody's.
+    assert deep_gemm.rows_of(placed) == (3 + 1) * 128 + 128
     for skips, rest in ((True, Fate.UNTOUCHED), (False, Fate.ZERO)):
         fates = deep_gemm.row_fates(placed, skips=skips)
         spans = [(0, 3, Fate.LIVE), (3, 64, Fate.JUNK), (64, 128, Fate.ZERO), (128, 258, Fate.LIVE)]
-        spans += [(258, 320, Fate.JUNK), (320, 384, Fate.ZERO), (384, 512, rest)]
+        spans += [(258, 320, Fate.JUNK), (320, 384, Fate.ZERO), (384, 640, rest)]
         for start, end, fate in spans:
             assert set(fates[start:end].tolist()) == {fate}, (start, end, skips)
     masked = deep_gemm.masked_fates(torch.tensor([0, 3]), 256).view(2, 256)

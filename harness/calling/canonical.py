@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from moe_parity.references.language.stage import Kind, Output
 
 class BadOutput(Exception):
     """A kernel returned something that its stage does not have; the text is a sentence."""
+
+
+def finished(returned: Any) -> Any:
+    """Return what a kernel returned, once it has done its part on the host (``kernels.call``)."""
+    return returned() if callable(returned) else returned
 
 
 def canonical(name: str, call: Call, returned: object) -> dict[str, Tensor]:

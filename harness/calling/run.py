@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.canonical import by_name, canonical, declared
+from moe_parity.harness.calling.canonical import by_name, canonical, declared, finished
 from moe_parity.harness.calling.own import OwnMemory
 from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
 from moe_parity.kernels import Call, Kernel
@@ -55,10 +55,10 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     kept = _Kept(handed)
     names = kernel.stage.outputs(case, inputs)
     new = PoisonedAllocator(device=str(device), poison=poison, names=names)
-    call = Call(case=case, stage=kernel.stage, inputs=_aliased(inputs), allocate=new)
+    call = Call(case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=new)
     try:
         with settings_kept(), watched(kernel, device.type), OwnMemory(poison) as own:
-            returned = kernel.run(call)
+            returned = finished(kernel.run(call))
         if device.type == "cuda":
             torch.cuda.synchronize()
     finally:
@@ -73,11 +73,11 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     )  # fmt: skip
 
 
-def _aliased(inputs: Any) -> Any:
+def aliased(inputs: Any) -> Any:
     """Return the same memory in tensors of its own: what a kernel does to these, no judge sees."""
     fields = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
     made = {
-        name: _aliased(value) if dataclasses.is_dataclass(value) else value.detach()
+        name: aliased(value) if dataclasses.is_dataclass(value) else value.detach()
         for name, value in fields.items()
         if isinstance(value, Tensor) or dataclasses.is_dataclass(value)
     }

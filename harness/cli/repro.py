@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from moe_parity.harness.checks.calls import Player
 from moe_parity.harness.checks.flow import check, first_line
 from moe_parity.harness.checks.invariance import invariance
+from moe_parity.harness.checks.promises import served
 from moe_parity.harness.checks.sequence import fault_of, verdicts
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.session import environment
@@ -64,6 +65,7 @@ def _verdicts(
         yield from invariance(kernel, cases[0], device)
     elif len(cases) == 1:
         yield from check(kernel, cases[0], device, power=True)
+        yield from served(kernel, cases[0], device)
     else:
         player = Player(kernel, device)
         for case in cases:

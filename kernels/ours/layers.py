@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_parity.kernels.call import Call
-from moe_parity.kernels.ours.stages import unavailable
+from moe_parity.kernels.ours.stages import SERVING, unavailable
 from moe_parity.kernels.registry import register
 from moe_parity.references.language import Case
 from moe_parity.references.stages import LAYER
@@ -36,6 +36,7 @@ def _register(path: str) -> None:
     @register(
         f"ours_{path}", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
         supports=lambda case, device: _supports(case, path), note=f"Our layer, the {path} path.",
+        contract=SERVING,
     )  # fmt: skip
     def layer(call: Call) -> dict[str, Tensor]:
         return run_path(call, path)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Call, Fate, Produced
 from moe_parity.kernels.registry import Run, Supports, register
-from moe_parity.references.language import Case, Recipe, ScaleLayout, Skip, Stage, Why
+from moe_parity.references.language import (
+    Case,
+    Check,
+    Contract,
+    Recipe,
+    ScaleLayout,
+    Skip,
+    Stage,
+    Why,
+)
 from moe_parity.references.recipes.ours import OURS, OURS_AFTER
 from moe_parity.references.stages import (
     ACT_QUANT,
@@ -34,6 +43,10 @@ def unavailable() -> Skip | None:
     return None
 
 
+SERVING = Contract().promising(Check.NO_SYNC, Check.NO_RECOMPILE)
+"""What all of ours promise: they are called in a CUDA graph, at any number of tokens."""
+
+
 def _ours(
     name: str,
     stage: Stage[Any],
@@ -44,7 +57,7 @@ def _ours(
 ) -> Callable[[Run], Run]:
     return register(
         name, stage=stage, recipes=recipe, supports=supports, unavailable=unavailable,
-        triton=True, note=note,
+        triton=True, note=note, contract=SERVING,
     )  # fmt: skip
 
 
@@ -80,7 +93,7 @@ def ours_weight_quant(call: Call) -> tuple[Tensor, Tensor]:
 # --- alignment ----------------------------------------------------------------------------------
 
 
-def _align(call: Call, most: int) -> Produced:
+def _align(call: Call, most: int) -> Callable[[], Produced]:
     """Align with one program for up to ``most`` pairs."""
     from moe_parity.kernels.ours import steps
 
@@ -91,15 +104,19 @@ def _align(call: Call, most: int) -> Produced:
     steps.align(
         inputs.ids, inputs.first, inputs.experts, block, slots=slots, block_expert=owners, most=most
     )
-    used = int((owners >= 0).sum())
-    outputs = {"experts": owners[:used], "slots": slots[: used * block]}
-    fates = torch.full(slots.shape, Fate.UNTOUCHED, dtype=torch.int8)
-    fates[: used * block] = Fate.LIVE
-    return Produced(outputs=outputs, fates={"slots": fates})
+
+    def used_part() -> Produced:
+        used = int((owners >= 0).sum())
+        outputs = {"experts": owners[:used], "slots": slots[: used * block]}
+        fates = torch.full(slots.shape, Fate.UNTOUCHED, dtype=torch.int8)
+        fates[: used * block] = Fate.LIVE
+        return Produced(outputs=outputs, fates={"slots": fates})
+
+    return used_part
 
 
 @_ours("ours_align", ALIGN)
-def ours_align(call: Call) -> Produced:
+def ours_align(call: Call) -> Callable[[], Produced]:
     """Our alignment: one program for up to 128 pairs, three launches for more."""
     from moe_parity.kernels.ours import steps
 
@@ -107,7 +124,7 @@ def ours_align(call: Call) -> Produced:
 
 
 @_ours("ours_align_large", ALIGN)
-def ours_align_large(call: Call) -> Produced:
+def ours_align_large(call: Call) -> Callable[[], Produced]:
     """Our alignment, the form of three launches for any number of pairs."""
     return _align(call, 0)
 

@@ -50,6 +50,8 @@ class Tape:
 _tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
 _order: ContextVar[Iterator[dict[str, Any]] | None] = ContextVar("order", default=None)
 """How each launch orders its programs, as options of ``launch``."""
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+_dry: ContextVar[bool] = ContextVar("dry", default=False)
 
 
 def dispatch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> LaunchReport | None:
@@ -65,11 +67,34 @@ def dispatch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> LaunchRepor
         bound.apply_defaults()
         grid = grid(bound.arguments)
     item = Launch(kernel=kernel, grid=tuple(grid), args=args, options=dict(options))
-    report = item.run()
+    report = None if _dry.get() else _run(item)
     for tape in _tapes.get():
         tape.launches.append(item)
         tape.reports.append(report)
     return report
+
+
+def _run(item: Launch) -> LaunchReport | None:
+    token = _inside.set(True)
+    try:
+        return item.run()
+    finally:
+        _inside.reset(token)
+
+
+def launching() -> bool:
+    """Whether a launch is running: what torch is asked for then is the machine's own business."""
+    return _inside.get()
+
+
+@contextmanager
+def dry() -> Iterator[None]:
+    """Record launches without running them, for what can be told of their arguments alone."""
+    token = _dry.set(True)
+    try:
+        yield
+    finally:
+        _dry.reset(token)
 
 
 @contextmanager

@@ -27,6 +27,17 @@ class Check(StrEnum):
     """The calls before a call, and after it, change nothing."""
     INVARIANCE = "invariance"
     """A row has the same bits alone, in any batch, at any position, beside any other rows."""
+    REPLAY = "replay"
+    """Captured once, it is right on whatever its inputs then hold."""
+    NO_SYNC = "no_sync"
+    """A call never waits for the GPU."""
+    NO_RECOMPILE = "no_recompile"
+    """After a few sizes nothing is compiled, and no integer of the batch is compiled in."""
+
+
+EXTRA = frozenset({Check.NO_SYNC, Check.NO_RECOMPILE})
+"""What a kernel promises only if it says so; of others it is measured."""
+DEFAULT = frozenset(Check) - EXTRA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +47,7 @@ class Contract:
     Raises ParityError for a contract without the check ``exact``.
     """
 
-    checks: frozenset[Check] = frozenset(Check)
+    checks: frozenset[Check] = DEFAULT
     pads_zero: bool = False
 
     def __post_init__(self) -> None:
@@ -48,9 +59,14 @@ class Contract:
         """Return the contract less some checks."""
         return Contract(checks=self.checks - set(dropped), pads_zero=self.pads_zero)
 
+    def promising(self, *more: Check) -> Contract:
+        """Return the contract with more checks."""
+        return Contract(checks=self.checks | set(more), pads_zero=self.pads_zero)
+
     @property
     def words(self) -> str:
         """The contract in a word or two, for reports."""
-        missing = [check.value for check in Check if check not in self.checks]
+        missing = [c.value for c in Check if c in DEFAULT and c not in self.checks]
         promised = f"all but {', '.join(missing)}" if missing else "all checks"
-        return f"{promised}; zero padding" if self.pads_zero else promised
+        more = [c.value for c in Check if c in EXTRA and c in self.checks]
+        return "; ".join([promised, *more, *(["zero padding"] if self.pads_zero else [])])

@@ -7,6 +7,7 @@ pairs by expert: the alignment, every padded buffer and the compiled reference a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -81,8 +82,23 @@ class Placement:
     ends: Tensor
     """The exclusive end of each expert's live rows, int32 [E]."""
     align: int
-    used: int
-    """Rows up to the last expert's padding."""
+
+    @cached_property
+    def used(self) -> int:
+        """Rows up to the last expert's padding; asking for it waits for a GPU."""
+        return int(self.padded)
+
+    @property
+    def padded(self) -> Tensor:
+        """The same as a tensor, int64 []."""
+        return (-(-self.counts.long() // self.align) * self.align).sum()
+
+    @property
+    def bound(self) -> int:
+        """The most rows that so many pairs can take, whichever experts they are of."""
+        pairs, experts = self.slot.numel(), self.starts.numel()
+        hit = min(pairs, experts)
+        return (hit + (pairs - hit) // self.align) * self.align
 
     @property
     def counts(self) -> Tensor:
@@ -107,17 +123,20 @@ class Placement:
 def place(expert: Tensor, experts: int, align: int) -> Placement:
     """Lay the rows of each expert one after the other, in the order of their pairs.
 
-    ``expert`` int64 [P] is the local expert of each pair, -1 for those that are left out.
+    ``expert`` int64 [P] is the local expert of each pair, -1 for those that are left out.  No value
+    is looked at, so a call that places rows may be captured in a CUDA graph.
     """
-    counts = torch.bincount(expert[expert >= 0], minlength=experts)
+    own = torch.where(expert < 0, experts, expert)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert.device)
+    counts = counts.scatter_add_(0, own, torch.ones_like(own))[:experts]
     padded = -(-counts // align) * align
     starts = padded.cumsum(0) - padded
-    order = torch.argsort(torch.where(expert < 0, experts, expert), stable=True)
+    order = torch.argsort(own, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=order.device)
     own = expert.clamp(min=0)
     slot = rank - (counts.cumsum(0) - counts)[own] + starts[own]
     return Placement(
         slot=torch.where(expert >= 0, slot, -1), starts=starts.int(),
-        ends=(starts + counts).int(), align=align, used=int(padded.sum()),
+        ends=(starts + counts).int(), align=align,
     )  # fmt: skip

@@ -93,8 +93,13 @@ def alignment(rows: int) -> Iterator[None]:
 
 
 def rows_of(placed: Placement) -> int:
-    """Return the rows of a buffer: one tile more than the experts need."""
-    return placed.used + placed.align
+    """Return the rows of a buffer: one tile more than the experts can need."""
+    return placed.bound + placed.align
+
+
+def spare(slot: Tensor, rows: int) -> Tensor:
+    """Return slots with the last row of a buffer, which is nobody's, where a pair has none."""
+    return torch.where(slot >= 0, slot, rows - 1)
 
 
 def row_fates(placed: Placement, *, skips: bool) -> Tensor:
@@ -185,9 +190,12 @@ def grouped(
 
 
 def masked(
-    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, counts: Tensor
-) -> None:
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, counts: Tensor,
+    *, expected: int,
+) -> None:  # fmt: skip
     """Write bf16 ``out`` [E, max_m, N]; ``counts`` int32 [E] live rows of each expert.
+
+    ``expected`` rows of an expert are DeepGEMM's hint for its tiles.
 
     Raises ParityError unless max_m is a multiple of 128: DeepGEMM stores whole tiles of up to 128
     rows into the flattened buffer, so another max_m overwrites the next expert's first rows.
@@ -200,5 +208,4 @@ def masked(
             f"{-(-max_m // ALIGNMENT) * ALIGNMENT}."
         )
     check_operands(a, a_scale, w, w_scale)
-    expected = max(1, int(counts.float().mean()))
     function("masked")(_pair(a, a_scale), _pair(w, w_scale), out, counts, expected)

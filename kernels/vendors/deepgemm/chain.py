@@ -9,7 +9,13 @@ from moe_parity.kernels.call import Call
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm import api as deep_gemm
 from moe_parity.kernels.vendors.deepgemm.casts import versions
-from moe_parity.kernels.vendors.deepgemm.gemms import gathered, masked_slots, padded
+from moe_parity.kernels.vendors.deepgemm.gemms import (
+    expected,
+    gathered,
+    masked_slots,
+    owners,
+    padded,
+)
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case
 from moe_parity.references.stages.routing import place
@@ -29,24 +35,26 @@ class Rows:
     def __init__(self, layout: str, expert: Tensor, experts: int) -> None:
         """Place the rows once for both GEMMs."""
         self.layout, self.experts = layout, experts
+        self.expected = expected(expert, experts)
         if layout == "masked":
             self.slot, self.counts, self.max_m = masked_slots(expert, experts)
             self.rows = experts * self.max_m
             return
         placed = place(expert, experts, deep_gemm.ALIGNMENT)
         self.slot, self.rows, self.ends = placed.slot, deep_gemm.rows_of(placed), placed.ends
-        self.indices = torch.full((self.rows,), -1, dtype=torch.int32, device=expert.device)
-        self.indices[self.slot[expert >= 0]] = expert[expert >= 0].int()
+        self.indices = owners(expert, self.slot, self.rows)
 
     def gemm(self, codes: Tensor, scales: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
         """Return bf16 [P, N] of canonical rows [P, K]; padding holds NaN codes."""
-        a, scale = padded(codes, scales, self.slot, self.rows)
+        a, scale = padded(codes, scales, self.slot, self.rows + 1)
+        a, scale = a[:-1], scale[:-1]
         out = torch.empty((self.rows, w.shape[1]), dtype=torch.bfloat16, device=codes.device)
         if self.layout == "masked":
             shape = (self.experts, self.max_m, -1)
             deep_gemm.masked(
-                a.view(shape), scale.view(shape), w, w_scale, out.view(shape), self.counts
-            )
+                a.view(shape), scale.view(shape), w, w_scale, out.view(shape), self.counts,
+                expected=self.expected,
+            )  # fmt: skip
         else:
             psum = self.layout == "psum"
             layout = self.ends if psum else self.indices

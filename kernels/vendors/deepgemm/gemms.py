@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,11 +35,19 @@ def _supports_dense(case: Case, device: str) -> str | None:
 
 def padded(codes: Tensor, scales: Tensor, slot: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return rows [P, K] and scales at their slots of a buffer; its padding is NaN and infinite."""
-    live = slot >= 0
+    at, live = deep_gemm.spare(slot, rows), (slot >= 0)[:, None]
     a = torch.full((rows, codes.shape[1]), E4M3.nan, dtype=torch.uint8, device=codes.device)
     scale = torch.full((rows, scales.shape[1]), float("inf"), device=codes.device)
-    a[slot[live]], scale[slot[live]] = codes[live], scales[live]
+    a[at] = torch.where(live, codes, E4M3.nan)
+    scale[at] = torch.where(live, scales, float("inf"))
     return a, scale
+
+
+def owners(expert: Tensor, slot: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row of a buffer, int32 [rows]; -1 where it has none."""
+    layout = torch.full((rows,), -1, dtype=torch.int32, device=expert.device)
+    layout[deep_gemm.spare(slot, rows)] = expert.int()
+    return layout
 
 
 def _padded_pairs(inputs: GroupedRows, slot: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -63,22 +73,25 @@ def deepgemm_dense(call: Call) -> Tensor:
     return out
 
 
-def _grouped(call: Call, *, psum: bool, zero_padding: bool) -> Produced:
+def _grouped(call: Call, *, psum: bool, zero_padding: bool) -> Callable[[], Produced]:
     inputs: GroupedRows = call.inputs
     experts, n = inputs.w.shape[:2]
     placed = place(inputs.expert, experts, deep_gemm.ALIGNMENT)
-    a, scale = _padded_pairs(inputs, placed.slot, deep_gemm.rows_of(placed))
-    layout = placed.ends
-    if not psum:
-        layout = torch.full((deep_gemm.rows_of(placed),), -1, dtype=torch.int32, device=a.device)
-        live = placed.slot >= 0
-        layout[placed.slot[live]] = inputs.expert[live].int()
-    out = call.new("out", (deep_gemm.rows_of(placed), n), (n, 1), torch.bfloat16)
+    height = deep_gemm.rows_of(placed)
+    a, scale = _padded_pairs(inputs, placed.slot, height)
+    layout = placed.ends if psum else owners(inputs.expert, placed.slot, height)
+    out = call.new("out", (height, n), (n, 1), torch.bfloat16)
     deep_gemm.grouped(
         a, scale, inputs.w, inputs.w_scale, out, layout, psum=psum, zero_padding=zero_padding
     )
-    fates = deep_gemm.row_fates(placed, skips=psum)
-    return Produced(outputs={"rows": gathered(out, placed.slot)}, fates={"out": fates})
+    rows = gathered(out, placed.slot)
+
+    def with_fates() -> Produced:
+        return Produced(
+            outputs={"rows": rows}, fates={"out": deep_gemm.row_fates(placed, skips=psum)}
+        )
+
+    return with_fates
 
 
 def _register(name: str, *, psum: bool, zero_padding: bool) -> None:
@@ -89,7 +102,7 @@ def _register(name: str, *, psum: bool, zero_padding: bool) -> None:
         unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions, contract=Contract(),
         note=f"DeepGEMM grouped GEMM, {words}, ensure_zero_padding={zero_padding}.",
     )  # fmt: skip
-    def grouped(call: Call) -> Produced:
+    def grouped(call: Call) -> Callable[[], Produced]:
         return _grouped(call, psum=psum, zero_padding=zero_padding)
 
 
@@ -103,26 +116,42 @@ _register("deepgemm_psum_nopad", psum=True, zero_padding=False)
     "deepgemm_masked", stage="fc1", recipes=RECIPE, supports=_supports,
     unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
 )  # fmt: skip
-def deepgemm_masked(call: Call) -> Produced:
+def deepgemm_masked(call: Call) -> Callable[[], Produced]:
     """DeepGEMM masked grouped GEMM."""
     inputs: GroupedRows = call.inputs
     experts, n, k = inputs.w.shape
     slot, counts, max_m = masked_slots(inputs.expert, experts)
-    a, scale = _padded_pairs(inputs, slot, experts * max_m)
+    a, scale = _padded_pairs(inputs, slot, experts * max_m + 1)
+    a, scale = a[:-1], scale[:-1]
     out = call.new("out", (experts, max_m, n), (max_m * n, n, 1), torch.bfloat16)
     deep_gemm.masked(
         a.view(experts, max_m, k), scale.view(experts, max_m, -1), inputs.w, inputs.w_scale, out,
-        counts,
+        counts, expected=expected(inputs.expert, experts),
     )  # fmt: skip
     rows = gathered(out.view(-1, n), slot)
-    return Produced(outputs={"rows": rows}, fates={"out": deep_gemm.masked_fates(counts, max_m)})
+
+    def with_fates() -> Produced:
+        fates = deep_gemm.masked_fates(counts, max_m)
+        return Produced(outputs={"rows": rows}, fates={"out": fates})
+
+    return with_fates
+
+
+def expected(expert: Tensor, experts: int) -> int:
+    """Return the rows that an expert has on average, if all pairs are owned."""
+    return max(1, expert.numel() // experts)
+
+
+FEW_ROWS = 1 << 14
+"""Rows up to which each expert has room for all pairs, so that no value has to be looked at."""
 
 
 def masked_slots(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, int]:
     """Return each pair's row in [E, max_m] flattened, the live rows of each expert, and max_m."""
     placed = place(expert, experts, 1)
-    counts = placed.counts
-    most = int(counts.max()) if counts.numel() else 0
+    counts, most = placed.counts, expert.numel()
+    if experts * most > FEW_ROWS:
+        most = int(counts.max()) if counts.numel() else 0
     max_m = max(1, -(-most // deep_gemm.ALIGNMENT)) * deep_gemm.ALIGNMENT
     own = expert.clamp(min=0)
     slot = placed.slot - placed.starts.long()[own] + own * max_m

@@ -67,7 +67,7 @@ def _fused_moe(call: Call, *, weighted: bool) -> Produced:
         demand_contiguous(inputs.weights, "vLLM's fused_moe_kernel reads weights by pair: it")
     experts, n, k = inputs.w.shape
     config = file.get_default_config(case.m, experts, n, k, case.k, "fp8_w8a8", [128, 128])
-    slots, owners, padded = aligned(inputs.expert, config["BLOCK_SIZE_M"])
+    slots, owners, padded = aligned(inputs.expert, experts, config["BLOCK_SIZE_M"])
     out = call.new("out", (case.m, case.k, n), (case.k * n, n, 1), torch.bfloat16)
     file.invoke_fused_moe_triton_kernel(
         inputs.a.view(torch.float8_e4m3fn), inputs.w.view(torch.float8_e4m3fn), out,
@@ -86,13 +86,16 @@ def _bfloat16() -> Any:
     return importlib.import_module("triton.language").bfloat16
 
 
-def aligned(expert: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sorted pairs, the expert of each block and the padded count, as the CUDA op does."""
-    pairs = expert.numel()
-    count = int(expert.max()) + 1 if pairs else 0
-    placed = place(expert, max(count, 1), block)
-    rows = torch.tensor([placed.used], dtype=torch.int32, device=expert.device)
-    if not placed.used:
-        slots = torch.full((block,), pairs, dtype=torch.int32, device=expert.device)
-        return slots, torch.zeros_like(rows), rows
-    return placed.pairs().int(), placed.block_expert(), rows
+def aligned(expert: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sorted pairs, the expert of each block and the padded count, as the CUDA op does.
+
+    Both lists are as long as they can get; no value is looked at.
+    """
+    placed, pairs = place(expert, experts, block), expert.numel()
+    slots = torch.full((placed.bound + 1,), pairs, dtype=torch.int32, device=expert.device)
+    at = torch.where(placed.slot >= 0, placed.slot, placed.bound)
+    slots[at] = torch.arange(pairs, dtype=torch.int32, device=expert.device)
+    starts = torch.arange(0, placed.bound, block, device=expert.device)
+    ends = (-(-placed.counts.long() // block) * block).cumsum(0)
+    owner = torch.bucketize(starts, ends, right=True).clamp(max=experts - 1)
+    return slots[:-1], owner.int(), placed.padded.int().view(1)

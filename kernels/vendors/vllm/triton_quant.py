@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
-from moe_parity.kernels.vendors.deepgemm.api import rows_of
+from moe_parity.kernels.vendors.deepgemm.api import rows_of, spare
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, unavailable
 from moe_parity.references.arithmetic.formats import E4M3, without_missing_groups
@@ -110,7 +111,7 @@ def _ends_only(supports: Any) -> Any:
     return narrower
 
 
-def _activation(call: Call, *, packed: bool, ends: bool) -> Produced:
+def _activation(call: Call, *, packed: bool, ends: bool) -> Callable[[], Produced]:
     inputs, case = call.inputs, call.case
     rows, width = inputs.rows, inputs.rows.shape[1] // 2
     if not ends:
@@ -121,13 +122,12 @@ def _activation(call: Call, *, packed: bool, ends: bool) -> Produced:
     }  # fmt: skip
     if ends:
         experts = inputs.counts.numel()
-        owner = torch.arange(experts, device=rows.device).repeat_interleave(inputs.counts.long())
-        placed = place(owner, experts, ALIGNMENT)
+        placed = place(inputs.expert, experts, ALIGNMENT)
         slot, buffer = (
             placed.slot,
             torch.full_like(rows[:1], float("nan")).repeat(rows_of(placed), 1),
         )
-        buffer[slot] = rows
+        buffer[spare(slot, rows_of(placed))] = rows
         rows = buffer
         options |= {"expert_ends": placed.ends, "expert_alignment": ALIGNMENT}
     codes = call.new("codes", (rows.shape[0], width), (width, 1), torch.uint8)
@@ -146,15 +146,19 @@ def _activation(call: Call, *, packed: bool, ends: bool) -> Produced:
     if packed:
         # The last word's missing groups hold the exponent of the floor; nothing reads them.
         kept = without_missing_groups(kept, width // 128)
-    fates = torch.full((rows.shape[0],), Fate.UNTOUCHED, dtype=torch.int8, device=rows.device)
-    fates[slot] = Fate.LIVE
-    # The scales were allocated transposed, [groups, aligned rows].
-    tall = -(-rows.shape[0] // 4) * 4 if packed else rows.shape[0]
-    across = torch.full((scales.shape[1], tall), Fate.UNTOUCHED, dtype=torch.int8)
-    across[:, : rows.shape[0]] = fates.cpu()
-    return Produced(
-        outputs={"codes": codes[slot], "scales": kept}, fates={"codes": fates, "scales": across}
-    )
+    outputs = {"codes": codes[slot], "scales": kept}
+    count, groups = rows.shape[0], scales.shape[1]
+
+    def with_fates() -> Produced:
+        fates = torch.full((count,), Fate.UNTOUCHED, dtype=torch.int8, device=slot.device)
+        fates[slot[slot >= 0]] = Fate.LIVE
+        # The scales were allocated transposed, [groups, aligned rows].
+        tall = -(-count // 4) * 4 if packed else count
+        across = torch.full((groups, tall), Fate.UNTOUCHED, dtype=torch.int8)
+        across[:, :count] = fates.cpu()
+        return Produced(outputs=outputs, fates={"codes": fates, "scales": across})
+
+    return with_fates
 
 
 def _rows(case: Case) -> int:
@@ -179,7 +183,7 @@ def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
         triton=True, versions=package.versions, cost=_padded if ends else _rows if packed else None,
         note=f"vLLM {'silu_mul_quant_fp8_packed' if packed else 'silu_mul_per_token_group_quant_fp8_colmajor'}{words}.",  # noqa: E501
     )  # fmt: skip
-    def activation(call: Call) -> Produced:
+    def activation(call: Call) -> Callable[[], Produced]:
         return _activation(call, packed=packed, ends=ends)
 
 

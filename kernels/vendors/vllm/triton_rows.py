@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case, Hazard, InputDtype
 from moe_parity.references.stages import PERMUTE
 from moe_parity.references.stages.align import RoutedRows
-from moe_parity.references.stages.routing import place
+from moe_parity.references.stages.routing import Placement, place
 
 
 def _gather_file() -> Any:
@@ -36,7 +37,7 @@ def _supports_scatter(case: Case, device: str) -> str | None:
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
-def _scatter(call: Call, *, psum: bool) -> Produced:
+def _scatter(call: Call, *, psum: bool) -> Callable[[], Produced]:
     inputs: RoutedRows = call.inputs
     for name in ("codes", "scales", "ids"):
         # The launcher hands stride(1) over, and the kernel does not look at it.
@@ -59,6 +60,25 @@ def _scatter(call: Call, *, psum: bool) -> Produced:
         inputs.expert_map, torch.empty_like(placed.starts), codes.view(torch.float8_e4m3fn),
         scales, layout, index.view(inputs.ids.shape), align_m=ALIGNMENT, **options,
     )  # fmt: skip
+
+    def looked_at() -> Produced:
+        return _scattered(inputs, placed, codes, scales, index, layout, psum=psum)
+
+    return looked_at
+
+
+def _scattered(
+    inputs: RoutedRows,
+    placed: Placement,
+    codes: Tensor,
+    scales: Tensor,
+    index: Tensor,
+    layout: Tensor,
+    *,
+    psum: bool,
+) -> Produced:
+    """Return the rows where the kernel says they are, with the fates of its buffers."""
+    local, device = inputs.expert, codes.device
     live = local >= 0
     at = torch.where(live, index.view(-1).long(), 0)
     fates = torch.full((rows_of(placed),), Fate.UNTOUCHED, dtype=torch.int8, device=device)
@@ -103,7 +123,7 @@ def _register_scatter(name: str, *, psum: bool) -> None:
         triton=True, versions=package.versions, cost=_experts_too,
         note=f"vLLM ep_scatter, {'prefix sums' if psum else 'm_indices'}.",
     )  # fmt: skip
-    def scatter(call: Call) -> Produced:
+    def scatter(call: Call) -> Callable[[], Produced]:
         return _scatter(call, psum=psum)
 
 
