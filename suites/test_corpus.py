@@ -1,8 +1,8 @@
 """Failures that were found before: the corpus beside this file, and the caller's own.
 
-A file is the failure of one kernel on one case. Those in suites/corpus are of kernels that come with
-the project; those in ./parity-corpus are tried where their kernel is, so `parity check --kernel FILE`
-tries what `parity fuzz FILE` has found.
+A file is the failure of one kernel on one case. Those in suites/corpus are of kernels that come
+with the project; those in ./parity-corpus are tried where their kernel is, so that
+`parity check --kernel FILE` tries what `parity fuzz FILE` has found.
 """
 
 from __future__ import annotations

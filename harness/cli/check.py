@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe_parity.harness import plugin
 from moe_parity.harness.cli.commands import FAILED, INCOMPLETE, OK
 from moe_parity.harness.session.progress import Ticker
-from moe_parity.harness.session.selection import SHARD, Shard, Shapes
+from moe_parity.harness.session.selection import SHARD, Shapes, Shard
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.parts import FOLDER, prepare
 from moe_parity.reports.records import Judgement, count, judge

@@ -1,7 +1,8 @@
 """One process that fuzzes: draws a case, judges it, shrinks what is new, and says all that it does.
 
 What it says are events, plain values, so that they go through a pipe as well: whoever hears them
-counts, prints and keeps. A case is said before it runs, so that a process that dies leaves its name.
+counts, prints and keeps. A case is said before it runs, so that the largest one is known when a
+process dies.
 """
 
 from __future__ import annotations

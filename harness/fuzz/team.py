@@ -14,13 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_parity.harness.fuzz.draw import derived
-from moe_parity.harness.fuzz.reason import Reason
 from moe_parity.harness.fuzz.telling import Telling
 from moe_parity.harness.session import environment
 from moe_parity.harness.session.watch import last_words
@@ -158,7 +156,8 @@ class Team:
         entry, sentence = last_words(self.folder, f"w{worker.number}", self.timeout)
         if not entry.get("case"):
             raise ParityError(
-                f"a worker ended before it drew anything: {self._stderr(worker) or 'no reason given'}"
+                f"a worker ended before it drew anything: "
+                f"{self._stderr(worker) or 'no reason given'}"
             )
         seed = int(entry["repro"].partition("--seed ")[2].split()[0])
         self.telling.close()
