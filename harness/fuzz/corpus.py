@@ -52,7 +52,7 @@ def home(builtin: bool, suites: Path) -> Path:
 def save(folder: Path, kernel: str, failure: Failure) -> Path:
     """Write a failure into a folder and return its file; raises ParityError where that fails."""
     data: dict[str, Any] = {"schema": SCHEMA, "kernel": kernel, **failure.to_json()}
-    del data["others"]
+    del data["others"], data["kind"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_parity.harness.cases.budget import skip_of
+from moe_parity.harness.cases.strategies import cases
 from moe_parity.harness.fuzz.corpus import Entry, load
 from moe_parity.harness.fuzz.draw import Enough, draw
 from moe_parity.harness.fuzz.reason import Failure, Judge, Reason, judge, same
 from moe_parity.harness.fuzz.shrink import Shrinking
-from moe_parity.harness.fuzz.standin import cases
 from moe_parity.kernels import Kernel
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case
@@ -126,14 +126,15 @@ class Fuzzer:
             self.kernel.stage.sizes,
             self._judged,
             lambda case: skip_of(self.kernel, case, self.device) is None,
+            known=self.known,
             better=lambda found: self._say(found, failure, steps.cases, final=False),
         )
         small = steps.run()
+        self.known.add(small.reason)
         if self.alone(small.case) is False:
             self._say(replace(failure, after=before), failure, steps.cases)
         else:
             self._say(small, failure, steps.cases)
-        # a smaller case may have shown another reason, which is still to be reported by its own
 
     def _say(self, failure: Failure, first: Failure, steps: int, *, final: bool = True) -> None:
         self.send(

@@ -38,6 +38,8 @@ class Failure:
     case: Case
     reason: Reason
     sentence: str
+    kind: str = ""
+    """The sort of cause (``CauseKind``); empty where there is none, or where a file was read."""
     others: tuple[str, ...] = ()
     """The causes that explain the same bits as well."""
     after: tuple[Case, ...] = ()
@@ -50,6 +52,7 @@ class Failure:
             "case": self.case.id,
             "seed": self.case.seed,
             "sentence": self.sentence,
+            "kind": self.kind,
             "others": list(self.others),
             "after": [[case.id, case.seed] for case in self.after],
         }
@@ -61,6 +64,7 @@ def from_json(data: Mapping[str, Any]) -> Failure:
         case=case_of(data["case"], data["seed"]),
         reason=Reason(data["check"], data["stage"], data["cause"]),
         sentence=data["sentence"],
+        kind=data["kind"],
         others=tuple(data["others"]),
         after=tuple(case_of(text, seed) for text, seed in data["after"]),
     )
@@ -102,7 +106,11 @@ def judge(kernel: Kernel, case: Case, device: str) -> tuple[Failure, ...]:
         stage = verdict.stage or kernel.stage.name
         reason = Reason(verdict.check, stage, verdict.cause)
         failure = Failure(
-            case=case, reason=reason, sentence=verdict.message, others=verdict.alternatives
+            case=case,
+            reason=reason,
+            sentence=verdict.message,
+            kind=verdict.cause_kind,
+            others=verdict.alternatives,
         )
         found.setdefault((stage, verdict.cause or verdict.check), failure)
     # a whole that is red because of a stage inside says nothing of its own

@@ -3,7 +3,7 @@
 Cases shrink by their words. The seed stays, since inputs are keyed by (seed, token, expert): a
 smaller case keeps the bits of its rows. Only where that leaves a case large are a few other seeds
 tried at small sizes, in which one of the first rows may show what a late one did. The last resort
-is a case whose bits the cause explains beside others: the fewer rows, the more explains them.
+is the same failure in other words: the fewer rows there are, the more explains their bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterator
 
-from moe_parity.harness.fuzz.reason import Failure, Judge, same
+from moe_parity.harness.diagnosis.cause import CauseKind
+from moe_parity.harness.fuzz.reason import Failure, Judge, Reason, same
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Values
 
@@ -44,6 +45,7 @@ class Shrinking:
         *,
         budget: int = BUDGET,
         better: Callable[[Failure], None] = lambda failure: None,
+        known: Container[Reason] = (),
     ) -> None:
         """Begin; `takes` says for nothing whether a case can run, `better` hears of each step.
 
@@ -56,6 +58,7 @@ class Shrinking:
         self._takes = takes
         self._budget = budget
         self._better = better
+        self._known = known
         self._tried = {failure.case}
         self._lenient = False
 
@@ -65,19 +68,24 @@ class Shrinking:
             self._leap()
             while self._pass():
                 pass
+            if self._large() and self.best.kind == CauseKind.PATTERN:
+                self._in_other_words()
             if self._large():
                 self._elsewhere()
                 while self._pass():
                     pass
-            if self._large():
-                self._lenient = True
-                self._tried = {self.best.case}
-                self._leap()
-                while self._pass():
-                    pass
+            if self._large() and not self._lenient:
+                self._in_other_words()
         except Spent:
             pass
         return self.best
+
+    def _in_other_words(self) -> None:
+        self._lenient = True
+        self._tried = {self.best.case}
+        self._leap()
+        while self._pass():
+            pass
 
     def _elsewhere(self) -> None:
         """Try 2 tokens, few experts and 2 groups, with aimed inputs and with other seeds.
@@ -115,14 +123,31 @@ class Shrinking:
         reason = self.best.reason
         found = same(reason, failures)
         if found is None and self._lenient:
-            also = (f for f in failures if reason.cause and reason.cause in f.others)
-            known = next((f for f in also if f.reason.stage == reason.stage), None)
-            found = known and dataclasses.replace(known, reason=reason)
+            found = self._akin(failures)
         if found is None:
             return False
         self.best = found
         self._better(found)
         return True
+
+    def _akin(self, failures: tuple[Failure, ...]) -> Failure | None:
+        """Return a failure that is the same one in other words, None where there is none.
+
+        Its bits are explained by the cause as well, or nothing was known of the large case (only a
+        pattern was described) and the small one is known as a mistake. What was found on its own
+        before is another failure.
+        """
+        reason, kind = self.best.reason, self.best.kind
+        vague = kind == CauseKind.PATTERN
+        for found in failures:
+            if (found.reason.check, found.reason.stage) != (reason.check, reason.stage):
+                continue
+            if reason.cause and reason.cause in found.others:
+                return dataclasses.replace(found, reason=reason, kind=kind)
+            named = found.kind in (CauseKind.PATTERN, CauseKind.MISTAKE)
+            if vague and named and found.reason not in self._known:
+                return found
+        return None
 
     def _leap(self) -> bool:
         """Try the smallest sizes at once, with plain words and with those of the failure."""
