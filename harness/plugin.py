@@ -236,7 +236,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     try:
         options = _resolve(config)
-        settings.activate()  # hypothesis itself loads --hypothesis-profile after this
+        # hypothesis itself loads --hypothesis-profile after this
+        settings.activate(times=settings.CHOSEN if options.kernels else 1)
         config.stash[SELECTED] = load_kernels(options.kernels, options.timeout)
     except ParityError as error:
         raise pytest.UsageError(str(error)) from None

@@ -40,6 +40,7 @@ ENTRY_POINTS = "moe_parity.kernels"
 Run = Callable[[Call], Any]
 RecipesOf = Callable[[Case, str], tuple[Recipe, ...]]
 Supports = Callable[[Case, str], Skip | str | None]
+Cost = Callable[[Case], int]
 Available = Callable[[], Skip | str | None]
 Versions = Callable[[], Mapping[str, str]]
 
@@ -65,6 +66,8 @@ class Kernel:
     note: str
     versions: Versions
     """The versions of the package that it belongs to, for provenance."""
+    cost: Cost
+    """About how many programs, times blocks of K, a call costs the virtual GPU."""
 
     def runs_on(self, device: str) -> str:
         """Return where a device type runs it: cpu, virtual_gpu or cuda."""
@@ -145,13 +148,15 @@ def register(
     needs_gpu: bool = False,
     note: str = "",
     versions: Versions | None = None,
+    cost: Cost | None = None,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
     ``recipes`` is a recipe, the name of one, or a function of (case, device type).  ``supports``
     and ``unavailable`` return None, or why not: a sentence or a :class:`Skip`.  ``triton`` says
     that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``),
-    ``needs_gpu`` that only a GPU does.  Raises ParityError for an unknown recipe or stage and for a
+    ``needs_gpu`` that only a GPU does; ``cost`` counts the programs of a case where they are not
+    those that the stage expects.  Raises ParityError for an unknown recipe or stage and for a
     name that is taken by another file.
     """
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
@@ -189,6 +194,7 @@ def register(
             triton=triton,
             needs_gpu=needs_gpu,
             versions=versions or dict,
+            cost=cost or owner.cost,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )
         return run

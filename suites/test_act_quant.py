@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_parity.harness.cases.grid import formats, params
-from moe_parity.harness.cases.strategies import activations
-from moe_parity.harness.checks.expect import Recorder, expect, needs
+from moe_parity.harness.checks.expect import Recorder, expect
 from moe_parity.harness.session import environment
-from moe_parity.harness.session.skips import skip_test
 from moe_parity.kernels import Kernel, find
 from moe_parity.references.language import Case, Hazard, InputDtype, ScaleLayout, Values
-from moe_parity.references.skip import Skip, Why
 from moe_parity.references.stages import ACT_QUANT
 from moe_parity.references.stages.quant.inputs import aimed_rows
 
@@ -43,22 +38,6 @@ def test_aimed(kernel: Kernel, case: Case, parity_device: str, parity_recorder: 
 def test_every_bf16(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """All 2^16 BF16 values, a group for each sign and exponent."""
     expect(kernel, case, parity_device, parity_recorder, power=True)
-
-
-@pytest.mark.parametrize(("kernel", "base"), grid(Case(h=512)))
-@given(data=st.data())
-def test_drawn(
-    kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder
-):
-    """Drawn shapes, groups, values and hazards."""
-    needs(kernel, base, parity_device)
-    # It starts a program for every group: some 15 s a test on the virtual GPU.
-    slow = kernel.name == "vllm_triton_per_token_group" and parity_device == "cpu"
-    if slow and base.layout is not ScaleLayout.ROW:
-        sentence = f"{kernel.name}: a CPU draws the layout row alone; a GPU draws all."
-        skip_test(Skip(Why.BUDGET, sentence))
-    case = data.draw(activations(base).filter(lambda c: not kernel.declines(c, parity_device)))
-    expect(kernel, case, parity_device, parity_recorder)
 
 
 @pytest.mark.parametrize(("kernel", "case"), grid(*BROKEN_UP, dtypes=BF16, layouts=ROW))

@@ -7,11 +7,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
 
-from moe_parity.harness.cases.grid import each, param, params, taken
+from moe_parity.harness.cases.grid import param, params, taken
 from moe_parity.harness.cases.shapes import ODD
-from moe_parity.harness.cases.strategies import layers
 from moe_parity.harness.checks.expect import Recorder, expect
 from moe_parity.kernels import Kernel, all_kernels
 from moe_parity.references.language import Case, Gate, Hazard, Routing, ScaleFormat, Values
@@ -95,14 +93,6 @@ SHAPES += [
 @pytest.mark.parametrize(("kernel", "case"), SHAPES)
 def test_odd_shapes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """72 and 5 experts, k = 1, 6, 9 and 22; 127, 128 and 129 pairs."""
-    expect(kernel, case, parity_device, parity_recorder)
-
-
-@pytest.mark.parametrize("kernel", each(LAYER))
-@settings(max_examples=max(5, settings().max_examples // 2))
-@given(case=layers())
-def test_drawn(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
-    """Drawn sizes, ranks, routings, clamps, formats of both quantizations."""
     expect(kernel, case, parity_device, parity_recorder)
 
 

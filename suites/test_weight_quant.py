@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_parity.harness.cases.grid import formats, params
-from moe_parity.harness.cases.strategies import weights
 from moe_parity.harness.checks.compare import comparable
-from moe_parity.harness.checks.expect import Recorder, claim, expect, needs
+from moe_parity.harness.checks.expect import Recorder, claim, expect
 from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case, Hazard, InputDtype, Values
@@ -37,16 +34,6 @@ def grid(*bases: Case, **chosen):
 def test_aimed(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """Tiles of one aimed group each; the record counts the outputs that could be red."""
     expect(kernel, case, parity_device, parity_recorder, power=True)
-
-
-@pytest.mark.parametrize(("kernel", "base"), grid(Case()))
-@given(data=st.data())
-def test_drawn(
-    kernel: Kernel, base: Case, data: st.DataObject, parity_device: str, parity_recorder: Recorder
-):
-    """Drawn shapes with ragged edges, values and hazards."""
-    needs(kernel, base, parity_device)
-    expect(kernel, data.draw(weights(base)), parity_device, parity_recorder)
 
 
 @pytest.mark.parametrize(("kernel", "case"), grid(*BROKEN_UP, dtypes=BF16))

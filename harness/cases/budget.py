@@ -31,7 +31,7 @@ def _chip(kernel: Kernel, case: Case, device: str) -> Skip | None:
 
 
 def _budget(kernel: Kernel, case: Case) -> Skip | None:
-    cost = kernel.stage.cost(case)
+    cost = kernel.cost(case)
     if kernel.triton and cost > CPU_COST:
         return Skip(Why.BUDGET, f"{cost} programs are over the CPU's budget of {CPU_COST}.")
     rows = case.i if "m" not in kernel.stage.sizes else case.m

@@ -18,21 +18,25 @@ from moe_parity.references.errors import ParityError
 VARIABLE = "MOE_PARITY_PROFILE"
 
 PROFILES: Mapping[str, tuple[int, bool]] = {
-    "dev": (20, False),  # new cases every time, failures remembered in .hypothesis
-    "ci": (20, True),  # the same cases every time: a red pull request is its own fault
+    "dev": (40, False),  # new cases every time, failures remembered in .hypothesis
+    "ci": (40, True),  # the same cases every time: a red pull request is its own fault
     "nightly": (500, False),
     "fuzz": (10_000, False),
 }
 """Name to (cases per test, the same cases every time)."""
 
 
-def register() -> None:
+CHOSEN = 5
+"""How many times more cases are drawn where the kernels to test were named."""
+
+
+def register(times: int = 1) -> None:
     """Register every profile; a module that decorates a test afterwards sees them."""
     for name, (cases, derandomize) in PROFILES.items():
         settings.register_profile(
             name,
             settings.get_profile("default"),
-            max_examples=cases,
+            max_examples=times * cases,
             derandomize=derandomize,
             # derandomize and a database exclude each other
             **({"database": None} if derandomize else {}),
@@ -42,14 +46,14 @@ def register() -> None:
         )
 
 
-def activate(name: str | None = None) -> str:
-    """Register the profiles, load one and return its name.
+def activate(name: str | None = None, *, times: int = 1) -> str:
+    """Register the profiles, each with so many times its cases, load one and return its name.
 
     Without a name: MOE_PARITY_PROFILE, then `ci` where hypothesis has noticed a CI, then `dev`.
     Raises ParityError for an unknown name.
     """
     in_ci = settings.get_current_profile_name() == "ci"
-    register()
+    register(times)
     name = name or os.environ.get(VARIABLE) or ("ci" if in_ci else "dev")
     if name not in PROFILES:
         close = get_close_matches(name, PROFILES, n=1)

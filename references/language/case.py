@@ -69,6 +69,10 @@ class Routing(_Word):
     """A token may choose an expert twice."""
     HOLES = "holes"
     """Some ids are -1, foreign, or past the last expert."""
+    LAST = "last"
+    """Every pair takes the rank's last expert."""
+    NOBODY = "nobody"
+    """No pair is this rank's: experts of the next rank, or -1 where there is no other."""
 
 
 class Hazard(_Word):
@@ -139,6 +143,12 @@ class Case:
         if self.e % self.ep_size:
             raise ParityError(f"case: {self.e} experts are not a multiple of {self.ep_size} ranks.")
         return self.e // self.ep_size
+
+    @property
+    def has_odd_ids(self) -> bool:
+        """Whether ids occur that no rank has: -1, and those past the last expert."""
+        nobody = self.routing is Routing.NOBODY and self.ep_size == 1
+        return nobody or self.routing is Routing.HOLES
 
     @property
     def first_expert(self) -> int:

@@ -18,11 +18,18 @@ from moe_parity.references.language.case import Case, Routing, Values
 def draw_ids(case: Case, device: str) -> Tensor:
     """Return global expert ids int32 [m, k]; a token's first ids do not depend on k."""
     seed, m, k, e = case.seed, case.m, case.k, case.e
-    score = random_bits.uniform(seed, "routing/score", m, e, device=device)
-    if case.routing is Routing.ONE:
-        return torch.full((m, k), case.first_expert, dtype=torch.int32, device=device)
+    if case.routing in (Routing.ONE, Routing.LAST):
+        own = case.first_expert
+        own += case.local_experts - 1 if case.routing is Routing.LAST else 0
+        return torch.full((m, k), own, dtype=torch.int32, device=device)
+    if case.routing is Routing.NOBODY:
+        count = case.local_experts
+        start = (case.ep_rank + 1) % case.ep_size * count
+        drawn = random_bits.integers(seed, "routing/id", m, k, below=count, device=device).int()
+        return start + drawn if case.ep_size > 1 else torch.full_like(drawn, -1)
     if case.routing is Routing.REPEATED or k > e:
         return random_bits.integers(seed, "routing/id", m, k, below=e, device=device).int()
+    score = random_bits.uniform(seed, "routing/score", m, e, device=device)
     if pairs_experts(case):
         pair = score[:, : e // 2].argsort(dim=1, stable=True)[:, : k // 2]
         ids = torch.cat([2 * pair, 2 * pair + 1], 1).int()

@@ -76,7 +76,7 @@ def test_examples_of_one_check_are_one_record(suite):
     suite.run("--parity-out=out", "-k", "bits")
     checks = {(r.scale, r.check): r for r in suite.results().checks}
     good, bad = checks["fp32", "exact"], checks["ue8m0", "exact"]
-    assert good.examples == 20
+    assert good.examples == 40
     assert good.compared == 200
     assert (good.kernel, good.clamp, good.shape) == ("mine", "7", "drawn")
     assert (bad.verdict, bad.message, bad.shape) == ("fail", "differs at 100", "m100")

@@ -16,7 +16,6 @@ from moe_parity.references.language import (
     Gate,
     InputDtype,
     Recipe,
-    Routing,
     ScaleFormat,
     ScaleLayout,
 )
@@ -153,7 +152,7 @@ def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:
 
 
 def _supports_routed(case: Case, device: str) -> str | None:
-    if case.routing is Routing.HOLES:
+    if case.has_odd_ids:
         return "vLLM's ids are those of experts."
     return None if case.m else "vLLM returns early for zero tokens."
 

@@ -12,7 +12,7 @@ from moe_parity.kernels.call import Call, Fate, Produced
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
-from moe_parity.references.language import Case, Recipe, Routing
+from moe_parity.references.language import Case, Recipe
 from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
 from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
@@ -23,7 +23,7 @@ def _supports_gemm(case: Case, device: str) -> str | None:
         return "the kernel reads fp32 scales."
     if case.h % 128 or case.i % 128:
         return f"H = {case.h} and I = {case.i} must be multiples of 128."
-    if case.routing is Routing.HOLES:
+    if case.has_odd_ids:
         return "vLLM's ids are those of experts."
     return None if case.m else "vLLM launches nothing for zero tokens."
 

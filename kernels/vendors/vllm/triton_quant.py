@@ -37,6 +37,7 @@ def _supports_quant(case: Case, device: str) -> Skip | str | None:
 @register(
     "vllm_triton_per_token_group", stage="act_quant", recipes="vllm_triton_quant",
     supports=_supports_quant, unavailable=unavailable, triton=True, versions=package.versions,
+    cost=lambda case: case.m * (case.h // case.group),
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
@@ -158,6 +159,17 @@ def _activation(call: Call, *, packed: bool, ends: bool) -> Produced:
     )
 
 
+def _rows(case: Case) -> int:
+    """Count programs of a row and four groups."""
+    return 3 * case.m * -(-case.i // 512)
+
+
+def _padded(case: Case) -> int:
+    """Count the programs of every expert's rows, padded to 128."""
+    rows = min(case.e, max(case.m, 1)) * ALIGNMENT
+    return 3 * -(-(case.m + rows) // 32) * -(-case.i // 128) + case.e
+
+
 def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
     supports = _supports_packed if packed else _supports_colmajor
     words = ", the rows of expert ends" if ends else ""
@@ -166,7 +178,7 @@ def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
         name, stage="swiglu_quant",
         recipes="vllm_deepgemm_packed" if packed else "vllm_deepgemm",
         supports=(_ends_only if ends else _dense_only)(supports), unavailable=unavailable,
-        triton=True, versions=package.versions,
+        triton=True, versions=package.versions, cost=_padded if ends else _rows if packed else None,
         note=f"vLLM {'silu_mul_quant_fp8_packed' if packed else 'silu_mul_per_token_group_quant_fp8_colmajor'}{words}.",  # noqa: E501
     )  # fmt: skip
     def activation(call: Call) -> Produced:

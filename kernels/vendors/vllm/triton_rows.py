@@ -13,7 +13,8 @@ from moe_parity.kernels.vendors.deepgemm.api import rows_of
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, GATHER, functions, unavailable
 from moe_parity.references.arithmetic.formats import BLOCK
-from moe_parity.references.language import Case, InputDtype, Routing
+from moe_parity.references.language import Case, Hazard, InputDtype
+from moe_parity.references.stages import PERMUTE
 from moe_parity.references.stages.align import RoutedRows
 from moe_parity.references.stages.routing import place
 
@@ -28,8 +29,10 @@ def _gather_file() -> Any:
 def _supports_scatter(case: Case, device: str) -> str | None:
     if case.scale.is_packed or case.h % BLOCK:
         return "rows of whole groups of 128 with fp32 scales."
-    if case.routing is Routing.HOLES:
+    if case.has_odd_ids:
         return "vLLM's ids are those of experts."
+    if case.hazard is Hazard.TRANSPOSED:
+        return "the kernel is handed the stride of columns and never uses it."
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
@@ -85,11 +88,16 @@ def _supports_psum_scatter(case: Case, device: str) -> str | None:
     return _supports_scatter(case, device)
 
 
+def _experts_too(case: Case) -> int:
+    """Count a program for each expert, whose rows are padded to 128, and those of the tokens."""
+    return PERMUTE.cost(case) + case.local_experts
+
+
 def _register_scatter(name: str, *, psum: bool) -> None:
     @register(
         name, stage="permute", recipes="no_rounding",
         supports=_supports_psum_scatter if psum else _supports_scatter, unavailable=unavailable,
-        triton=True, versions=package.versions,
+        triton=True, versions=package.versions, cost=_experts_too,
         note=f"vLLM ep_scatter, {'prefix sums' if psum else 'm_indices'}.",
     )  # fmt: skip
     def scatter(call: Call) -> Produced:
@@ -101,13 +109,18 @@ _register_scatter("vllm_ep_scatter_psum", psum=True)
 
 
 def _supports_gather(case: Case, device: str) -> str | None:
-    if case.routing is Routing.HOLES:
+    if case.has_odd_ids:
         return "vLLM's ids are those of experts."
     if case.dtype is not InputDtype.BF16:
         return "the adapter has BF16 rows, and the kernel the same type on both sides."
     if package.divides() and case.h % 1024 and case.h & (case.h - 1):
         return f"0.26.0 does not compile for H = {case.h}: its block is no power of two."
     return None if case.m else "an empty grid, which CUDA refuses."
+
+
+def _programs(case: Case) -> int:
+    """Count tokens times the largest power of two that divides the width, up to 1024 columns."""
+    return 4 * case.m * -(-case.h // min(case.h & -case.h, 1024)) * max(case.k // 4, 1)
 
 
 @register(
@@ -118,6 +131,7 @@ def _supports_gather(case: Case, device: str) -> str | None:
     unavailable=unavailable,
     triton=True,
     versions=package.versions,
+    cost=_programs,
 )
 def vllm_ep_gather(call: Call) -> Tensor:
     """Call vLLM's ep_gather: the top-k sum of rows in an expert-sorted buffer."""
