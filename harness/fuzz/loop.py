@@ -109,7 +109,7 @@ class Fuzzer:
                     self._new(failure, before)
 
     def _judged(self, case: Case) -> tuple[Failure, ...]:
-        cost = self.kernel.stage.cost(case)
+        cost = self.kernel.cost(case)
         self.send({"kind": "case", "case": case.id, "seed": case.seed, "cost": cost})
         self._before.append(case)
         return self.judge(case) if self.judge else judge(self.kernel, case, self.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 from moe_parity.harness.diagnosis.cause import CauseKind
 from moe_parity.harness.fuzz.reason import Failure, Judge, Reason, same
@@ -26,7 +27,7 @@ _WORDS = tuple(
 )
 _SMALL = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2))
 """(m, e, k) of the cases that are tried at once."""
-_OTHER_SEEDS = range(24)
+_OTHER_SEEDS = range(20)
 
 
 class Spent(Exception):
@@ -52,6 +53,7 @@ class Shrinking:
         `sizes` are those that the kernel's stage has.
         """
         self.best = failure
+        self._first = failure.case
         self._sizes = tuple(name for name in SIZES if name in sizes)
         self.cases = 0
         self._judge = judge
@@ -90,11 +92,12 @@ class Shrinking:
     def _elsewhere(self) -> None:
         """Try 2 tokens, few experts and 2 groups, with aimed inputs and with other seeds.
 
-        Aimed inputs have many of what is rare. The choices of a token stay: an order of few of
-        them may not show.
+        Aimed inputs have many of what is rare. The choices of a token are those at first: an
+        order of few of them may hardly show.
         """
         case = self.best.case
-        size = {"m": min(2, case.m), "e": min(case.e, max(2, case.k))}
+        size = {"m": min(2, case.m), "k": self._first.k}
+        size["e"] = min(self._first.e, max(2, self._first.k))
         size |= {name: min(2 * case.group, getattr(case, name)) for name in ("h", "i")}
         small: dict[str, object] = {n: v for n, v in size.items() if n in self._sizes}
         small |= {"ep_size": 1, "ep_rank": 0}
@@ -152,13 +155,13 @@ class Shrinking:
     def _leap(self) -> bool:
         """Try the smallest sizes at once, with plain words and with those of the failure."""
         case = self.best.case
-        plain = {f.name: f.default for f in _WORDS} | {"ep_rank": 0}
+        plain: dict[str, Any] = {f.name: f.default for f in _WORDS} | {"ep_rank": 0}
         for words in (plain, {"ep_rank": 0, "ep_size": 1}):
             for m, e, k in _SMALL:
                 if m > max(case.m, 1) or e > case.e or k > case.k:
                     continue
                 for blocks in (1, 2):
-                    size = blocks * case.group
+                    size = blocks * int(words.get("group", case.group))
                     small = {"m": min(m, case.m), "e": e, "k": k}
                     small |= {name: min(size, getattr(case, name)) for name in ("h", "i")}
                     small = {n: v if n in self._sizes else _DEFAULTS[n] for n, v in small.items()}

@@ -94,15 +94,16 @@ class Team:
         }  # fmt: skip
         mine, theirs = os.pipe()
         command = [sys.executable, "-m", "moe_parity.harness.fuzz.worker", json.dumps(orders)]
-        process = subprocess.Popen(
-            [*command, str(theirs)],
-            pass_fds=(theirs,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # a kernel that prints does not disturb what is found
-            stderr=(self.folder / f"stderr-w{number}.txt").open("wb"),
-            env=self._environment(number),
-            start_new_session=True,  # Ctrl-C is ours alone, and ends them in order
-        )
+        with self._errors(number).open("wb") as errors:
+            process = subprocess.Popen(
+                [*command, str(theirs)],
+                pass_fds=(theirs,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # a kernel that prints does not disturb what is found
+                stderr=errors,
+                env=self._environment(number),
+                start_new_session=True,  # Ctrl-C is ours alone, and ends them in order
+            )
         os.close(theirs)
         worker = Worker(
             number=number, life=life, seed=seed, process=process, pipe=mine, entries=entries
@@ -170,8 +171,11 @@ class Team:
         if left is None or left > 0:
             self._start(worker.number, worker.life + 1, worker.entries[1:], left)
 
+    def _errors(self, number: int) -> Path:
+        return self.folder / f"stderr-w{number}.txt"
+
     def _stderr(self, worker: Worker) -> str:
-        text = (self.folder / f"stderr-w{worker.number}.txt").read_text(errors="replace")
+        text = self._errors(worker.number).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""
 

@@ -94,6 +94,8 @@ class Stage(ABC, Generic[InputsT]):
     """The parts without which a recipe says nothing about it; None for all that act."""
     sizes: ClassVar[tuple[str, ...]]
     """The sizes that say how large a case is."""
+    grouped: ClassVar[tuple[str, ...]] = ()
+    """The sizes that are quantized along a row, in whole groups."""
     partial: ClassVar[bool] = False
     """Whether a kernel may return its last output alone."""
 
@@ -119,6 +121,10 @@ class Stage(ABC, Generic[InputsT]):
             if allowed is not None and value not in allowed:
                 known = ", ".join(sorted(map(str, allowed)))
                 return f"{self.name} knows {word.name} {known}, not {value}"
+        for size in self.grouped:
+            columns = getattr(case, size)
+            if columns % case.group:
+                return f"K = {columns} is not a multiple of the group, {case.group}"
         return None
 
     def check(self, case: Case) -> Case:

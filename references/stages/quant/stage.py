@@ -113,6 +113,7 @@ class ActQuant(Stage[QuantInputs]):
     )
     acting: ClassVar[Acting] = {"act_quant": None}
     sizes = ("m", "h")
+    grouped = ("h",)
 
     def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
         """Return activations [m, h]."""

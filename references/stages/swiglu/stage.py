@@ -164,6 +164,7 @@ class SwigluQuant(Swiglu):
     name = "swiglu_quant"
     reads: ClassVar[Reads] = {**Swiglu.reads, **dict.fromkeys(("scale", "layout", "group"))}
     acting: ClassVar[Acting] = {"swiglu_quant": None, "swiglu": None}
+    grouped = ("i",)
 
     def witness_cases(self) -> Iterator[Case]:
         """Yield every format, with and without a limit."""
