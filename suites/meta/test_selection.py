@@ -1,9 +1,12 @@
 """What -k, -m and --parity-kernel choose, seen from outside."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_parity.harness.session.selection import Shapes, Shard
+from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case
 from moe_parity.references.stages import STAGES
 from moe_parity.suites.meta.outside import Suite
@@ -80,3 +83,83 @@ def test_every_default_is_a_word(name):
         assert (getattr(Case(), field).value in words) == (field in reads)
     assert ("g128" in words) == ("group" in reads)
     assert ("pool1" in words) == ("pool" in reads)
+
+
+# --- shapes, shards, what failed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ("m3", {QUANT, IN_F32, LAYER}),
+        ("m4,e1", {LAYER}),
+        ("m3-f32", {IN_F32}),
+        ("m3-bf16,m3-e1", {QUANT, LAYER}),
+        ("deepseek_v3_tp8", set()),
+    ],
+)
+def test_shapes_keep_what_has_all_words_of_one_of_them(suite, shapes, expected):
+    """A size that a stage does not have is no match, nor is a test that draws its cases."""
+    assert chosen(suite, f"--parity-shapes={shapes}") == expected
+
+
+def test_a_model_is_known_by_the_sizes_that_a_stage_has():
+    quant, layer = STAGES["act_quant"], STAGES["layer"]
+    model = Shapes.parse("deepseek_v3_tp8")
+
+    class Item:
+        def __init__(self, stage, case):
+            params = {"kernel": SimpleNamespace(stage=stage), "case": case}
+            self.callspec = SimpleNamespace(params=params)
+
+    assert model.keeps(Item(quant, Case(m=5, h=7168)))
+    assert not model.keeps(Item(quant, Case(m=5, h=4096)))
+    assert model.keeps(Item(layer, Case(m=5, e=256, k=8, h=7168, i=256)))
+    assert not model.keeps(Item(layer, Case(m=5, e=256, k=8, h=7168, i=256, ep_size=2)))
+
+
+@pytest.mark.parametrize("text", ["q9", "m3-", "no_model", ""])
+def test_a_word_that_is_no_shape_is_refused(text):
+    with pytest.raises(ParityError, match="--shapes"):
+        Shapes.parse(text)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/0"])
+def test_a_shard_that_does_not_exist_is_refused(text):
+    with pytest.raises(ParityError, match="--shard is"):
+        Shard.parse(text)
+
+
+def test_all_shards_together_are_all_tests(suite):
+    """Each test is in one of them, and none is empty here."""
+    everything = chosen(suite)
+    parts = [chosen(suite, f"--parity-shard={n}/3") for n in (1, 2, 3)]
+    assert sum(map(len, parts)) == len(everything)
+    assert set().union(*parts) == everything
+    assert all(parts)
+
+
+def test_a_shard_moves_no_other_test():
+    """Which part a test is in is decided by its own name."""
+    assert [Shard(n, 4).keeps("suites/test_a.py::test_b") for n in (1, 2, 3, 4)].count(True) == 1
+    many = [sum(Shard(n, 4).keeps(f"test_{i}") for i in range(400)) for n in (1, 2, 3, 4)]
+    assert sum(many) == 400
+    assert min(many) > 60
+
+
+def test_what_failed_runs_again(suite):
+    """And nothing else; the results say how the tests were chosen."""
+    suite.write("def test_good(): pass\ndef test_bad(): assert not os.environ.get('FAULT')\n")
+    assert suite.run("--parity-out=out", FAULT="1").returncode == 1
+    assert suite.run("--parity-out=out", "--parity-last-failed").returncode == 0
+    run = suite.results()
+    assert [record.id for record in run.tests] == ["test_bad::test"]
+    assert run.info.environment["lf"] == "what failed before"
+    assert suite.run("--parity-out=out", "--parity-last-failed").returncode == 0
+    assert len(suite.results().tests) == 2
+
+
+def test_results_say_which_shard_they_are(suite):
+    suite.write("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    assert suite.run("--parity-out=out", "--parity-shard=1/2").returncode in (0, 5)
+    assert suite.results().info.environment["shard"] == "1/2"
