@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_parity.harness.diagnosis.cause import CauseKind
 from moe_parity.harness.fuzz.reason import Failure, Judge, Reason, same
+from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Values
 
@@ -177,7 +178,11 @@ class Shrinking:
             if field.name == "ep_size":
                 self._ranks()
             elif value != field.default:
-                self._try(**{field.name: field.default})
+                case = self.best.case
+                # whole groups stay whole groups
+                wide = {n: -(-getattr(case, n) // BLOCK) * BLOCK for n in ("h", "i")}
+                more = wide if field.name == "group" else {}
+                self._try(**{field.name: field.default} | more)
         for name in SIZES:
             if name in self._sizes:
                 self._size(name)
