@@ -28,7 +28,7 @@ _WORDS = tuple(
 )
 _SMALL = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2))
 """(m, e, k) of the cases that are tried at once."""
-_OTHER_SEEDS = range(20)
+_OTHER_SEEDS = range(28)
 
 
 class Spent(Exception):
@@ -99,7 +99,7 @@ class Shrinking:
         case = self.best.case
         size = {"m": min(2, case.m), "k": self._first.k}
         size["e"] = min(self._first.e, max(2, self._first.k))
-        size |= {name: min(2 * case.group, getattr(case, name)) for name in ("h", "i")}
+        size |= {name: min(2 * case.group, getattr(self._first, name)) for name in ("h", "i")}
         small: dict[str, object] = {n: v for n, v in size.items() if n in self._sizes}
         small |= {"ep_size": 1, "ep_rank": 0}
         for seed in (case.seed, *_OTHER_SEEDS):
