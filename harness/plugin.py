@@ -13,6 +13,9 @@ which beats the ini setting:
 | --parity-kernel       |                   | parity_kernel      | all     |
 | --parity-seed         | MOE_PARITY_SEED   | parity_seed        | none: new cases every time |
 | --parity-timeout      |                   | parity_timeout     | 120 s on a CPU, 300 on a GPU |
+| --parity-shapes       |                   | parity_shapes      | all     |
+| --parity-shard        |                   | parity_shard       | all     |
+| --parity-last-failed  |                   | parity_last_failed | off     |
 | --hypothesis-profile  | MOE_PARITY_PROFILE|                    | dev; ci under CI |
 
 Fixtures, all of them for the session: `parity_recorder`, `parity_device`, `parity_seed`,
@@ -34,7 +37,14 @@ from moe_parity.harness.session import environment
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
 from moe_parity.harness.session.recorder import Recorder
-from moe_parity.harness.session.selection import known_words, only
+from moe_parity.harness.session.selection import (
+    SHARD,
+    Shapes,
+    Shard,
+    failed_before,
+    known_words,
+    only,
+)
 from moe_parity.harness.session.skips import NO_GPU, skip_test
 from moe_parity.harness.session.watch import ON_CPU, ON_GPU, Overrun, Watch
 from moe_parity.references.chips import why_not_modelled
@@ -56,6 +66,10 @@ class Options:
     kernels: tuple[str, ...]
     seed: int | None
     timeout: float
+    shapes: Shapes | None = None
+    shard: Shard | None = None
+    failed: frozenset[str] | None = None
+    """The node ids of tests that failed before, where only those are asked for."""
 
 
 OPTIONS = pytest.StashKey[Options]()
@@ -105,6 +119,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="S",
         default=None,
     )
+    add(
+        "shapes",
+        "string",
+        "tests of these shapes: m33-e256,deepseek_v3_tp8",
+        metavar="FILTER",
+        default=None,
+    )
+    add("shard", "string", "one of N parts of all tests", metavar="I/N", default=None)
+    add(
+        "last-failed",
+        "bool",
+        "what failed in the run whose results are in --parity-out, all where nothing did",
+        action="store_true",
+        default=None,
+    )
 
 
 def _resolve(config: pytest.Config) -> Options:
@@ -123,15 +152,21 @@ def _resolve(config: pytest.Config) -> Options:
         seed = None if seed is None else int(seed)
     except ValueError:
         raise ParityError(f"the seed is {seed!r}, expected a whole number.") from None
+    if (last := bool(value("last_failed"))) and not out:
+        raise ParityError("--parity-last-failed needs the --parity-out=DIR of the run before.")
+    folder = (config.invocation_params.dir / out).resolve() if out else None
     device = choose_device(value("device", "MOE_PARITY_DEVICE") or "auto", require_gpu)
     return Options(
-        out=(config.invocation_params.dir / out).resolve() if out else None,
+        out=folder,
         report=report,
         device=device,
         require_gpu=require_gpu,
         kernels=tuple(value("kernel") or ()),
         seed=seed,
         timeout=_seconds(value("timeout"), ON_CPU if device == "cpu" else ON_GPU),
+        shapes=Shapes.parse(value("shapes")),
+        shard=Shard.parse(value("shard")),
+        failed=failed_before(folder) if last and folder else None,
     )
 
 
@@ -218,6 +253,15 @@ def pytest_configure(config: pytest.Config) -> None:
         seed=options.seed,
         selected=config.stash[SELECTED],
         timeout=options.timeout,
+        chosen={
+            option: str(value)
+            for option, value in (
+                ("--shapes", options.shapes and options.shapes.text),
+                (f"--{SHARD}", options.shard),
+                ("--lf", "what failed before" if options.failed else ""),
+            )
+            if value
+        },
     )
     session.notes.extend(environment.misspelt())
     config.stash[SESSION] = session
@@ -248,6 +292,8 @@ def header(config: pytest.Config) -> list[str]:
         *(f"moe-parity: {name}={value}" for name, value in environment.variables().items()),
         *(f"moe-parity: warning: {sentence}" for sentence in environment.misspelt()),
     ]
+    if options.shard is not None:
+        lines.append(f"moe-parity: shard {options.shard}")
     if options.kernels:
         lines.append(f"moe-parity: only {', '.join(sorted(config.stash[SELECTED] or ()))}")
     return lines
@@ -262,6 +308,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if selected is not None:
         kept, dropped = only(items, selected)
         config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+    narrow(config, items)
+
+
+def narrow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what failed before, what is of the shapes, and this run's shard."""
+    options = config.stash[OPTIONS]
+    kept = list(items)
+    if options.failed:
+        # a file that could not be collected failed as a whole
+        kept = [i for i in kept if {i.nodeid, i.nodeid.partition("::")[0]} & options.failed]
+    if options.shapes is not None:
+        kept = [item for item in kept if options.shapes.keeps(item)]
+    if options.shard is not None:
+        kept = [item for item in kept if options.shard.keeps(item.nodeid)]
+    if len(kept) < len(items):
+        left = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
         items[:] = kept
 
 

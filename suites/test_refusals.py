@@ -143,7 +143,7 @@ def test_cases_are_refused(wrong: dict[str, int]):
 @pytest.mark.parametrize(
     ("stage", "word", "sentence"),
     [
-        ("layer", "wide", "layer knows values aimed, normal, not wide"),
+        ("layer", "wide", "layer knows values aimed, normal, scales, not wide"),
         ("layer", "fp16", "layer does not read the word dtype"),
         ("layer", "g64", "layer does not read the word group"),
         ("fc1", "c7", "fc1 does not read the word clamp"),

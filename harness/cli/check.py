@@ -13,10 +13,11 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -26,6 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_parity.harness import plugin
 from moe_parity.harness.cli.commands import FAILED, INCOMPLETE, OK
+from moe_parity.harness.session.progress import Ticker
+from moe_parity.harness.session.selection import SHARD, Shapes, Shard
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.parts import FOLDER, prepare
 from moe_parity.reports.records import Judgement, count, judge
@@ -53,6 +56,10 @@ class Request:
     timeout: float | None = None
     profile: str | None = None
     seed: int | None = None
+    shapes: str | None = None
+    shard: str | None = None
+    last_failed: bool = False
+    durations: int = 0
 
 
 def suites() -> Path:
@@ -96,6 +103,9 @@ def arguments(request: Request, folder: Path) -> list[str]:
     args += [] if request.profile is None else [f"--hypothesis-profile={request.profile}"]
     args += [] if request.expression is None else ["-k", request.expression]
     args += [] if request.markers is None else ["-m", request.markers]
+    args += [] if request.shapes is None else [f"--parity-shapes={request.shapes}"]
+    args += [] if request.shard is None else [f"--parity-shard={request.shard}"]
+    args += ["--parity-last-failed"] if request.last_failed else []
     args += ["-n", str(request.workers), "--dist=worksteal"] if request.workers else []
     return args
 
@@ -106,12 +116,22 @@ class Watcher:
     def __init__(self, console: Console, bar: Progress | None) -> None:
         self.console = console
         self.bar = bar
+        self.ticker = Ticker(self._tick)
         self.notes: list[str] = []
         self.unwritten = ""
         self._task = bar.add_task("collecting", total=None) if bar else None
         self._total = 0
         self._done = 0
         self._failed: set[str] = set()
+        self._began = time.monotonic()
+
+    def _tick(self) -> None:
+        """Give a log its sign of life; a bar moves by itself."""
+        if self.bar is None:
+            seconds = time.monotonic() - self._began
+            far = f"{self._done:,} of {self._total:,} tests" if self._total else "collecting"
+            failed = f", {len(self._failed):,} failed" if self._failed else ""
+            self.console.print(f"{seconds:.0f} s: {far}{failed}", highlight=False)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Print the header."""
@@ -134,6 +154,7 @@ class Watcher:
             if self.bar and self._task is not None:
                 self.bar.update(self._task, total=total, description="checking")
             else:
+                self.ticker.said()
                 self.console.print(f"checking {count(total, 'test')}", highlight=False)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -145,8 +166,6 @@ class Watcher:
             self._done += 1
             if self.bar and self._task is not None:
                 self.bar.update(self._task, completed=self._done)
-            elif self._total >= 40 and self._done % max(1, self._total // 4) == 0:
-                self.console.print(f"{self._done:,} of {self._total:,}", highlight=False)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Show a file that cannot be collected, once for all workers."""
@@ -161,6 +180,7 @@ class Watcher:
         first = lines[0] if crash else lines[-1].removeprefix("E").strip()
         for kind in ("AssertionError: ", "Failed: ", "Overrun: "):
             first = first.removeprefix(kind)
+        self.ticker.said()
         self.console.print(f"[bold red]✗[/] {escape(nodeid)}\n  {escape(first)}", highlight=False)
 
     @pytest.hookimpl(trylast=True)
@@ -190,7 +210,7 @@ def _watching(console: Console) -> Iterator[Watcher]:
 
 
 @contextlib.contextmanager
-def _terminated_is_interrupted() -> Iterator[None]:
+def terminated_is_interrupted() -> Iterator[None]:
     """Treat SIGTERM, which a CI sends when it cancels a job, like Ctrl-C: the results are kept."""
 
     def interrupt(*_: object) -> NoReturn:
@@ -226,8 +246,9 @@ def _run_pytest(args: list[str], out: Path, console: Console) -> tuple[int, list
     errors, text = io.StringIO(), _Log(out / "pytest.log")
     try:
         with (
-            _terminated_is_interrupted(),
+            terminated_is_interrupted(),
             _watching(console) as watcher,
+            watcher.ticker,
             contextlib.redirect_stdout(text),
             contextlib.redirect_stderr(errors),
         ):
@@ -248,8 +269,10 @@ def run(request: Request) -> int:
     plugin.choose_device(request.device or "auto", request.require_gpu)
     for option, text in (("-k", request.expression), ("-m", request.markers)):
         _check_expression(option, text)
+    Shard.parse(request.shard)
+    Shapes.parse(request.shapes)
     prepare(request.out)
-    console = Console(file=sys.stdout, soft_wrap=True)
+    console = Console(file=_own(sys.stdout), soft_wrap=True)
     before = _stamp(request.out / FILE_NAME)
     args = arguments(request, suites())
     status, usage, watcher = _run_pytest(args, request.out, console)
@@ -264,7 +287,7 @@ def run(request: Request) -> int:
     for note in watcher.notes:
         if not note.startswith(("results: ", "report: ")):
             console.print(f"[yellow]![/] {escape(note)}", highlight=False)
-    return _conclude(console, request.out)
+    return _conclude(console, request.out, request.durations)
 
 
 def _check_expression(option: str, text: str | None) -> None:
@@ -277,6 +300,14 @@ def _check_expression(option: str, text: str | None) -> None:
         ) from None
 
 
+def _own(stream: TextIO) -> TextIO:
+    """Return a stream to the same place that pytest, which captures what tests print, leaves be."""
+    try:
+        return os.fdopen(os.dup(stream.fileno()), "w", encoding=stream.encoding, buffering=1)
+    except (OSError, ValueError):  # it has no file: somebody captures us
+        return stream
+
+
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
         stat = path.stat()
@@ -285,9 +316,15 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return stat.st_mtime_ns, stat.st_ino
 
 
-def _conclude(console: Console, out: Path) -> int:
-    judgement: Judgement = judge(read(out / FILE_NAME))
+def _conclude(console: Console, out: Path, durations: int) -> int:
+    found = read(out / FILE_NAME)
+    judgement: Judgement = judge(found)
     style, word = _STYLES[judgement.status], _WORDS[judgement.status]
     console.print(f"[{style}]{word}[/]: {escape(judgement.sentence)}", highlight=False)
+    if SHARD in found.info.environment:
+        console.print(f"shard {found.info.environment[SHARD]}", highlight=False)
+    slowest = sorted(found.tests, key=lambda record: -record.seconds)[:durations]
+    for record in slowest:
+        console.print(f"{record.seconds:8.2f} s  {escape(record.nodeid)}", highlight=False)
     console.print(f"report: {escape(str(out / 'report.html'))}", highlight=False)
     return _STATUS[judgement.status]

@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     _add_check(add("check", "run the suites and write the results and a report"))
+    _add_fuzz(add("fuzz", "draw cases for one kernel until the time is up"))
     _add_report(add("report", "make a report from a results file"))
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
@@ -117,6 +118,56 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     add("--profile", choices=tuple(PROFILES), help="how many cases each property draws")
     add("--seed", type=int, metavar="N", help="base seed of inputs and drawn cases")
+    add(
+        "--shapes",
+        metavar="FILTER",
+        help="tests of these shapes: sizes and words of ids joined by hyphens, m33-e256, or models "
+        "of the catalogue, deepseek_v3_tp8; commas between alternatives",
+    )
+    add("--shard", metavar="I/N", help="one of N parts that together are all tests, 1/4 to 4/4")
+    add("--lf", dest="last_failed", action="store_true", help="what failed in the last run of DIR")
+    add("--durations", type=_number, default=0, metavar="N", help="also print the N slowest tests")
+
+
+def _add_fuzz(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="KERNEL", help="NAME, FILE.py:NAME, or FILE.py with one kernel")
+    add("--minutes", type=_minutes, metavar="N", help="how long (default: until --cases)")
+    add("--cases", type=_number, metavar="N", help="how many cases (default: 10,000)")
+    add(
+        "-n",
+        dest="workers",
+        type=_workers,
+        default=1,
+        metavar="WORKERS",
+        help="processes; 0 runs in this one, which a crash then ends (default: %(default)s)",
+    )
+    add("--seed", type=int, metavar="N", help="what cases are drawn with (default: one is drawn)")
+    add(
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="where failures are kept, and tried first (default: parity-corpus; for kernels of "
+        "ours in a checkout suites/corpus)",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
+    add("--timeout", type=float, metavar="S", help="seconds that one case may take, 0 for any")
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes")
+    return value
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
 
 
 def _workers(text: str) -> int:
@@ -183,6 +234,27 @@ def _check(args: argparse.Namespace) -> int:
             timeout=args.timeout,
             profile=args.profile,
             seed=args.seed,
+            shapes=args.shapes,
+            shard=args.shard,
+            last_failed=args.last_failed,
+            durations=args.durations,
+        )
+    )
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    from moe_parity.harness.cli import fuzz
+
+    return fuzz.run(
+        fuzz.Request(
+            target=args.target,
+            minutes=args.minutes,
+            cases=args.cases,
+            workers=args.workers,
+            seed=args.seed,
+            corpus=args.corpus,
+            device=args.device,
+            timeout=args.timeout,
         )
     )
 
@@ -286,6 +358,7 @@ def _identify(args: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "check": _check,
+    "fuzz": _fuzz,
     "identify": _identify,
     "report": _report,
     "kernels": _kernels,

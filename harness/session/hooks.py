@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,10 @@ class Session:
         seed: int | None,
         selected: frozenset[str] | None,
         timeout: float,
+        chosen: Mapping[str, str] | None = None,
     ) -> None:
+        self.chosen = dict(chosen or {})
+        """What chose among the tests besides -k and -m, by option."""
         self.config = config
         self.out = out
         self.report = report
@@ -156,7 +159,8 @@ class Session:
         return RunInfo(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             command=(name, *sys.argv[1:]),
-            environment=environment.describe(self.device),
+            environment=environment.describe(self.device)
+            | {option.removeprefix("--"): text for option, text in self.chosen.items()},
             commit=commit,
             dirty=dirty,
             checkouts=provenance.checkouts(self.config.rootpath, self.selected, self.out),
@@ -371,7 +375,7 @@ class Session:
             records,
             collected=self._collected,
             kernels=self.selected or frozenset(),
-            expressions={"-k": option.keyword, "-m": option.markexpr},
+            expressions={"-k": option.keyword, "-m": option.markexpr} | self.chosen,
             stopped=bool(self._stop),
         )
         self.notes += [complaint.sentence for complaint in known if complaint.sentence]

@@ -97,6 +97,8 @@ class Stage(ABC, Generic[InputsT]):
     """The sizes that say how large a case is."""
     geometry: ClassVar[frozenset[str]] = frozenset({"hazard"})
     """The words that say how inputs lie in memory, which a kernel may refuse."""
+    grouped: ClassVar[tuple[str, ...]] = ()
+    """The sizes that are quantized along a row, in whole groups."""
     partial: ClassVar[bool] = False
     """Whether a kernel may return its last output alone."""
 
@@ -122,6 +124,11 @@ class Stage(ABC, Generic[InputsT]):
             if allowed is not None and value not in allowed:
                 known = ", ".join(sorted(map(str, allowed)))
                 return f"{self.name} knows {word.name} {known}, not {value}"
+        for size in self.grouped:
+            width = getattr(case, size)
+            if width % case.group:
+                whole = f"{size.upper()} = {width} is not a multiple of {case.group}"
+                return f"{self.name} has whole groups: {whole}"
         return None
 
     def check(self, case: Case) -> Case:

@@ -16,17 +16,9 @@ from moe_parity.kernels.vendors.deepgemm.gemms import (
     owners,
     padded,
 )
-from moe_parity.references.arithmetic.formats import BLOCK
-from moe_parity.references.language import Case
 from moe_parity.references.stages.routing import place
 
 LAYOUTS = ("contiguous", "masked", "psum")
-
-
-def _supports(case: Case, device: str) -> str | None:
-    if case.h % BLOCK or case.i % BLOCK:
-        return f"H = {case.h} and I = {case.i} must be multiples of {BLOCK}."
-    return None
 
 
 class Rows:
@@ -92,7 +84,7 @@ def run(call: Call, layout: str) -> dict[str, Tensor]:
 
 def _register(layout: str) -> None:
     @register(
-        f"deepgemm_chain_{layout}", stage="layer", recipes="ours", supports=_supports,
+        f"deepgemm_chain_{layout}", stage="layer", recipes="ours",
         unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
         note=f"DeepGEMM's {layout} GEMMs with our quantizers and top-k sum.",
     )  # fmt: skip

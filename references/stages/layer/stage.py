@@ -61,6 +61,7 @@ class Layer(Stage[LayerInputs]):
         "act_quant": None, "gemm": None, "swiglu": None, "swiglu_quant": None, "combine": None,
     }  # fmt: skip
     sizes = ("m", "e", "k", "h", "i")
+    grouped = ("h", "i")
     partial = True
 
     def inputs(self, case: Case, device: str = "cpu") -> LayerInputs:

@@ -68,13 +68,6 @@ def scale_output(
     )  # fmt: skip
 
 
-def part_of_a_group(stage: str, name: str, width: int, group: int) -> str | None:
-    """Return that a width is no number of whole groups, in a sentence, or None."""
-    if width % group == 0:
-        return None
-    return f"{stage} has whole groups: {name} = {width} is not a multiple of {group}"
-
-
 def code_output(rows: int, columns: int, form: CodeFormat, row: str = "row") -> Output:
     """Return codes [rows, columns]."""
     return Output(
@@ -129,10 +122,7 @@ class ActQuant(Stage[QuantInputs]):
     }
     acting: ClassVar[Acting] = {"act_quant": None}
     sizes = ("m", "h")
-
-    def refusal(self, case: Case) -> str | None:
-        """Refuse what has no whole groups too."""
-        return super().refusal(case) or part_of_a_group(self.name, "H", case.h, case.group)
+    grouped = ("h",)
 
     def inputs(self, case: Case, device: str = "cpu") -> QuantInputs:
         """Return activations [m, h]."""

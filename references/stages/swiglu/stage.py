@@ -28,7 +28,6 @@ from moe_parity.references.stages.quant.reference import act_quant
 from moe_parity.references.stages.quant.stage import (
     code_output,
     groups_of,
-    part_of_a_group,
     scale_output,
 )
 from moe_parity.references.stages.swiglu import aims
@@ -183,10 +182,7 @@ class SwigluQuant(Swiglu):
     name = "swiglu_quant"
     reads: ClassVar[Reads] = {**Swiglu.reads, **dict.fromkeys(("scale", "layout", "group"))}
     acting: ClassVar[Acting] = {"swiglu_quant": None, "swiglu": None}
-
-    def refusal(self, case: Case) -> str | None:
-        """Refuse what has no whole groups too."""
-        return super().refusal(case) or part_of_a_group(self.name, "I", case.i, case.group)
+    grouped = ("i",)
 
     def witness_cases(self) -> Iterator[Case]:
         """Yield every format, with and without a limit."""
