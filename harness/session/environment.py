@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 import warnings
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -37,6 +38,21 @@ class Gpu:
     name: str
     capability: str
     driver: str
+
+
+def gpu_lost() -> bool:
+    """Whether an error of a kernel, such as an access outside memory, has ended this process's GPU.
+
+    CUDA refuses everything after such an error, whoever asks.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ ran, and when a check failed in a test that passed.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -23,7 +24,8 @@ from hypothesis import settings as hypothesis_settings
 
 from moe_parity.harness.session import environment, provenance
 from moe_parity.harness.session.distrust import complaints
-from moe_parity.harness.session.recorder import LABELS, Item, Recorder, as_label
+from moe_parity.harness.session.recorder import Item, Recorder
+from moe_parity.harness.session.said import labels_of, one_line, reason_of
 from moe_parity.harness.session.skips import LOST_GPU, skip_test, why_of
 from moe_parity.harness.session.watch import TOO_MANY, Overrun, Watch, install, last_words
 from moe_parity.references.errors import ParityError
@@ -39,38 +41,6 @@ from moe_parity.reports.records import (
     to_line,
 )
 from moe_parity.reports.results import FILE_NAME, write
-
-_FLAGS = ("graph", "poison")
-
-
-def labels_of(item: pytest.Item) -> dict[str, Any]:
-    """Return the record fields that a test's parameters and its `moe` marker set."""
-    callspec = getattr(item, "callspec", None)
-    values: dict[str, Any] = {
-        name: value
-        for name, value in (callspec.params.items() if callspec else ())
-        if isinstance(value, str | int | float)
-    }
-    for mark in reversed(list(item.iter_markers("moe"))):
-        values |= mark.kwargs
-    labels: dict[str, Any] = {name: as_label(values[name]) for name in LABELS if name in values}
-    return labels | {name: bool(values[name]) for name in _FLAGS if name in values}
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception as one line: its first line, and its type where that says more."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    ours = isinstance(error, AssertionError | pytest.fail.Exception | Overrun)
-    kind = "" if ours else type(error).__name__
-    return ": ".join(part for part in (kind, text.strip()) if part)[:2000] or type(error).__name__
-
-
-def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return why a report was skipped."""
-    if hasattr(report, "wasxfail"):
-        return f"expected failure: {report.wasxfail}".rstrip(": ")
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return text.removeprefix("Skipped: ")
 
 
 class Session:
@@ -214,9 +184,22 @@ class Session:
         self._watch.begin(item.nodeid, labels)
         result = yield
         # Not in a finally: a test that an interrupt broke off has not finished.
+        failed = self.recorder.item is not None and self.recorder.item.failed
         self.recorder.finish()
+        if failed and environment.gpu_lost():
+            self._leave(item)
         self._watch.end()
         return result
+
+    def _leave(self, item: pytest.Item) -> None:
+        """End a process whose GPU answers no more, so that no later test is red for it."""
+        if self._worker is not None:
+            # all is written; another worker takes over
+            os._exit(1)
+        self._session.shouldstop = (
+            f"{item.nodeid} left the GPU in an error that only a new process clears; the run ends "
+            "there. With workers (-n 1 or more) it would go on."
+        )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

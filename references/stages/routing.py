@@ -123,10 +123,11 @@ class Placement:
 def place(expert: Tensor, experts: int, align: int) -> Placement:
     """Lay the rows of each expert one after the other, in the order of their pairs.
 
-    ``expert`` int64 [P] is the local expert of each pair, -1 for those that are left out.  No value
-    is looked at, so a call that places rows may be captured in a CUDA graph.
+    ``expert`` int64 [P] is the local expert of each pair; any number that is none leaves it out.
+    No value is looked at, so a call that places rows may be captured in a CUDA graph.
     """
-    own = torch.where(expert < 0, experts, expert)
+    known = (expert >= 0) & (expert < experts)
+    own = torch.where(known, expert, experts)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert.device)
     counts = counts.scatter_add_(0, own, torch.ones_like(own))[:experts]
     padded = -(-counts // align) * align
@@ -134,9 +135,9 @@ def place(expert: Tensor, experts: int, align: int) -> Placement:
     order = torch.argsort(own, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=order.device)
-    own = expert.clamp(min=0)
+    own = own.clamp(max=max(experts - 1, 0))
     slot = rank - (counts.cumsum(0) - counts)[own] + starts[own]
     return Placement(
-        slot=torch.where(expert >= 0, slot, -1), starts=starts.int(),
+        slot=torch.where(known, slot, -1), starts=starts.int(),
         ends=(starts + counts).int(), align=align,
     )  # fmt: skip

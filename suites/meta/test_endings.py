@@ -277,3 +277,43 @@ def test_two_runs_do_not_write_to_one_folder(suite):
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"another run (process {process.pid}) is writing to" in done.stderr
     assert suite.run("--parity-out=out", SLOW="0").returncode == 0
+
+
+# --- a GPU that answers no more --------------------------------------------------------------------
+
+LOST = """
+    from moe_parity.harness.session import environment
+
+    lost = []
+    environment.gpu_lost = lambda: bool(lost)
+
+    @pytest.mark.parametrize("kernel", ["mine"])
+    def test_bad(kernel, parity_recorder):
+        lost.append(1)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    @pytest.mark.parametrize("n", range(4))
+    def test_others(n, parity_recorder):
+        parity_recorder.add({"check": "exact", "verdict": "fail" if lost else "pass"})
+        assert not lost
+"""
+
+
+def test_a_lost_gpu_costs_the_test_that_lost_it_and_no_other(suite):
+    """A worker whose GPU answers no more is replaced."""
+    suite.write(LOST)
+    assert suite.run("-n1", "--parity-out=out").returncode == 1
+    red = {r.nodeid for r in suite.results().records if r.verdict != "pass"}
+    assert red == {"test_it.py::test_bad[mine]"}
+    messages = [r.message for r in suite.results().records if r.nodeid in red]
+    assert "RuntimeError: CUDA error: device-side assert triggered" in messages
+    assert len({r.nodeid for r in suite.results().records}) == 5
+
+
+def test_a_lost_gpu_ends_a_run_without_workers(suite):
+    """With the test that lost it; nothing else is called red."""
+    suite.write(LOST)
+    done = suite.run("-n0", "--parity-out=out")
+    assert done.returncode == 2
+    assert "left the GPU in an error that only a new process clears" in done.stdout
+    assert {r.nodeid for r in suite.results().records} == {"test_it.py::test_bad[mine]"}
