@@ -279,7 +279,7 @@ def test_two_runs_do_not_write_to_one_folder(suite):
     assert suite.run("--parity-out=out", SLOW="0").returncode == 0
 
 
-# --- a GPU that answers no more --------------------------------------------------------------------
+# --- a GPU that answers no more ------------------------------------------------------------------
 
 LOST = """
     from moe_parity.harness.session import environment

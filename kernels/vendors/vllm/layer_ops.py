@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ def vllm_silu_and_mul_per_block_quant(call: Call) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+ROOM = 1 << 14
+"""Experts times rows up to which a buffer has room for all rows in each expert."""
+
+
 def _supports_masked(case: Case, device: str) -> str | None:
     if case.clamp is not None or case.gate is not Gate.SILU or case.group != 128:
         return "the op has no limit and no swigluoai, and groups of 128."
@@ -119,10 +124,9 @@ def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:
     """Call vLLM's _C.persistent_masked_m_silu_mul_quant on [E, T, 2 * I]."""
     inputs, case = call.inputs, call.case
     experts, width = inputs.counts.numel(), inputs.rows.shape[1] // 2
-    tallest = int(inputs.counts.max()) + 3
-    expert = torch.arange(experts, device=inputs.rows.device).repeat_interleave(
-        inputs.counts.long()
-    )
+    expert, rows = inputs.expert, inputs.rows.shape[0]
+    # Looking for the largest count waits for the GPU: where there is room, room for any count.
+    tallest = (rows if experts * rows <= ROOM else int(inputs.counts.max())) + 3
     start = (inputs.counts.cumsum(0) - inputs.counts).long()
     row = torch.arange(expert.numel(), device=expert.device) - start[expert]
     shape = (experts, tallest, 2 * width)
@@ -174,7 +178,7 @@ def _supports_align(case: Case, device: str) -> str | None:
     supports=_supports_align, unavailable=package.no_moe_library,
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
-def vllm_moe_align_block_size(call: Call) -> Produced:
+def vllm_moe_align_block_size(call: Call) -> Callable[[], Produced]:
     """Call vLLM's _moe_C.moe_align_block_size, with expert_map under expert parallelism."""
     inputs, case = call.inputs, call.case
     _plain(inputs.ids)
@@ -189,14 +193,18 @@ def vllm_moe_align_block_size(call: Call) -> Produced:
     op = torch.ops._moe_C.moe_align_block_size
     rest = (inputs.expert_map, None)[: _arguments(op) - 6]
     op(inputs.ids, case.e, block, slots, experts, padded, *rest)
-    used = int(padded)
-    return Produced(
-        outputs={
-            "experts": experts[: used // block],
-            "slots": by_expert(slots[:used], experts, block),
-        },
-        fates={"slots": _until(most, used), "experts": _until(blocks, used // block)},
-    )
+
+    def used_part() -> Produced:
+        used = int(padded)
+        return Produced(
+            outputs={
+                "experts": experts[: used // block],
+                "slots": by_expert(slots[:used], experts, block),
+            },
+            fates={"slots": _until(most, used), "experts": _until(blocks, used // block)},
+        )
+
+    return used_part
 
 
 def by_expert(slots: Tensor, experts: Tensor, block: int) -> Tensor:

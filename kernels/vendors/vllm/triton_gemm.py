@@ -77,7 +77,7 @@ def _fused_moe(call: Call, *, weighted: bool) -> Produced:
         block_shape=[128, 128],
     )  # fmt: skip
     live = inputs.expert >= 0
-    rows = torch.where(live[:, None], out.view(-1, n), torch.zeros((), dtype=out.dtype))
+    rows = torch.where(live[:, None], out.view(-1, n), out.new_zeros(()))
     fates = torch.where(live, int(Fate.LIVE), int(Fate.UNTOUCHED)).to(torch.int8)
     return Produced(outputs={"rows": rows}, fates={"out": fates})
 
