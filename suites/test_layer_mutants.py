@@ -50,7 +50,7 @@ LAYER_SOURCE = (
         name="scale_order",
         old="acc = tl.fma(partial, tl.broadcast_to(scale[None, :], (BLOCK_N, BLOCK)), acc)",
         new="acc = tl.fma(partial * s_a[None, :], tl.zeros((BLOCK_N, BLOCK), tl.float32) + "
-        "tl.load(w_scale_row + block), acc)",
+        "tl.load(w_scales + block * w_scale_column), acc)",
         check="exact_fc1",
         decision="gemm.scale_order=a_then_b",
     ),
@@ -263,8 +263,8 @@ def _foreign_ids_with_weight_zero(monkeypatch):
 FOREIGN = Case(m=3, e=32, k=3, h=128, i=128, ep_rank=1, ep_size=4, routing=Routing.HOLES)
 GLUE = {
     "mma_sync": (_other_unit, LAYER, "exact_fc1", "gemm.unit=mma_f16"),
-    "lost_pair": (_damaged_slots(_lose), LAYER, "exact_fc1", ""),
-    "doubled_pair": (_damaged_slots(_double), LAYER, "exact_fc1", ""),
+    "lost_pair": (_damaged_slots(_lose), LAYER, "exact", "unwritten_read"),
+    "doubled_pair": (_damaged_slots(_double), LAYER, "exact", "unwritten_read"),
     "unwritten_row": (_unwritten_row, LAYER, "exact_combine", ""),
     "weights_in_the_epilogue": (_weights_in_the_epilogue, LAYER, "exact_combine", ""),
     "clamp_after_silu": (
