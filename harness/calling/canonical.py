@@ -27,7 +27,7 @@ def canonical(name: str, call: Call, returned: object) -> dict[str, Tensor]:
 
     Raises BadOutput, in a sentence, for other names, shapes, dtypes or layouts than the stage has.
     """
-    wanted, found = call.stage.outputs(call.case, call.inputs), by_name(name, call, returned)
+    wanted, found = call.outputs, by_name(name, call, returned)
     return {own: _one(name, own, found[own], wanted[own]) for own in wanted if own in found}
 
 
@@ -36,7 +36,7 @@ def by_name(name: str, call: Call, returned: object) -> Mapping[str, Tensor]:
 
     Raises BadOutput, in a sentence, for what are no tensors with the names of its stage's outputs.
     """
-    stage, wanted = call.stage, list(call.stage.outputs(call.case, call.inputs))
+    stage, wanted = call.stage, list(call.outputs)
     if isinstance(returned, Produced):
         returned = returned.outputs
     if isinstance(returned, Tensor):

@@ -1,4 +1,4 @@
-"""What `parity identify` finds of outputs alone: every kernel's recipe, and two changes at once.
+"""What `parity identify` finds of outputs alone: every kind of kernel, and two changes at once.
 
 A kernel that runs here is run, on the virtual GPU where it is in Triton; of the others there are
 witnesses, recorded on an H200.  What a kernel states is compared with the answer, never used in it.
@@ -71,9 +71,24 @@ def inside(seen: Seen) -> list[Seen]:
     return found or [seen]
 
 
-@pytest.mark.parametrize("kernel", all_kernels(), ids=lambda kernel: kernel.name)
+def kinds() -> list[Kernel]:
+    """Return a kernel for each stage and recipes, one that runs here if there is one.
+
+    The others of a kind have the same bits, which is what all other suites prove.
+    """
+    found: dict[tuple[str, frozenset[str]], Kernel] = {}
+    for kernel in all_kernels():
+        case = next(kernel.stage.witness_cases())
+        key = kernel.stage.name, frozenset(r.name for r in kernel.recipes(case, "cpu"))
+        away = key in found and (found[key].unavailable() or found[key].needs_gpu)
+        if key not in found or (away and not kernel.needs_gpu and not kernel.unavailable()):
+            found[key] = kernel
+    return list(found.values())
+
+
+@pytest.mark.parametrize("kernel", kinds(), ids=lambda kernel: kernel.name)
 def test_every_kernel_is_named(kernel: Kernel, parity_recorder: Recorder):
-    """Of its outputs alone, in every format: the recipe that it states is among the answers."""
+    """Of its outputs alone: the recipe that it states is among the answers."""
     outside = kernel.unavailable() or kernel.needs_gpu
     found = list(witnessed(kernel) if outside else ran(kernel))
     assert found, f"{kernel.name} neither runs here nor has a witness"
@@ -81,6 +96,8 @@ def test_every_kernel_is_named(kernel: Kernel, parity_recorder: Recorder):
     found = [one for one in found if one[0].probe.case.clamp is None] or found
     # packed exponents are those of powers of two
     found = [one for one in found if not one[0].probe.case.scale.is_packed] or found
+    # one case: the others say the same once more, or less
+    found = found[:1]
     lacking = []
     outputs = 0
     for whole, stated in found:
@@ -131,7 +148,7 @@ def test_both_orders_of_scales_are_told():
 
 # --- two decisions at once ----------------------------------------------------------------------
 
-PAIRS = 50
+PAIRS = 20
 
 
 @lru_cache(maxsize=16)
@@ -142,7 +159,7 @@ def probes(stage: Stage) -> list[Probe]:
 
 
 def both(stage: Stage) -> list[tuple[str, Recipe]]:
-    """Return two decisions changed at once, of every recipe: 50 at random, or all."""
+    """Return two decisions changed at once, of every recipe: 20 at random, or all."""
     found = []
     for recipe in {id(r): r for r in ALL.values() if stage.described_by(r)}.values():
         for one, changed in stage.neighbours(recipe):
@@ -167,7 +184,7 @@ def agree(one: Recipe, other: Recipe, stage: Stage) -> bool:
     "name", ["act_quant", "weight_quant", "fc1", "swiglu", "swiglu_quant", "fc2", "combine"]
 )
 def test_two_decisions_changed_at_once_are_found(name: str, parity_recorder: Recorder):
-    """The answer holds the very recipe, for 50 random pairs, or for all where there are fewer."""
+    """The answer holds the very recipe, for 20 random pairs, or for all where there are fewer."""
     stage = STAGES[name]
     lacking = []
     pairs = both(stage)
