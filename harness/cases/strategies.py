@@ -58,7 +58,12 @@ ON_GPU = Size(cost=1 << 40, work=1 << 17, elements=1 << 24, weights=1 << 27)
 
 
 def cases(kernel: Kernel, device: str) -> st.SearchStrategy[Case]:
-    """Draw whole cases that a kernel takes on a device: small ones, and a large one in eight."""
+    """Draw whole cases that a kernel takes on a device: small ones, and a large one in eight.
+
+    Nothing is drawn where all that it takes is over a CPU's budget.
+    """
+    if not _affordable(kernel, device):
+        return st.nothing()
     sizes = st.sampled_from((SMALL,) * 7 + (LARGE if device == "cpu" else ON_GPU,))
     return sizes.flatmap(lambda size: of_size(kernel, device, size))
 
@@ -88,6 +93,10 @@ def formats(kernel: Kernel, device: str) -> list[Case]:
     return made
 
 
+def _affordable(kernel: Kernel, device: str) -> list[Case]:
+    return [case for case in formats(kernel, device) if skip_of(kernel, case, device) is None]
+
+
 def _whole(stage: Stage[Any], group: int) -> dict[str, int]:
     """Return widths of whole groups, and of whole words of packed exponents."""
     return {name: 4 * max(group, BLOCK) for name in ("h", "i") if name in stage.reads}
@@ -115,8 +124,8 @@ class _Drawing:
 
         A kernel may take no case as small as the size; it gets the smallest that it takes.
         """
-        known = formats(self.kernel, self.device)
-        self.made = self.draw(st.sampled_from(known), label="format") if known else Case()
+        known = _affordable(self.kernel, self.device)
+        self.made = self.draw(st.sampled_from(known), label="format")
         self.least = self.kernel.cost(self.made)
         self.try_one("clamp", LIMITS)
         self.try_one("gate", tuple(Gate))
