@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.run import Ran, run
+from moe_parity.harness.calling.run import WHOLE, Ran, run
 from moe_parity.harness.checks.compare import Difference, differences, where
 from moe_parity.harness.checks.flow import BROKEN, first_line
 from moe_parity.kernels import Kernel
@@ -23,6 +23,7 @@ from moe_parity.kernels.call import BadCall
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.language.stage import Output, Outputs
+from moe_parity.references.stages.sparse import twin
 
 KEPT = 8
 """Cases whose inputs and references are kept: a sequence comes back to a few."""
@@ -198,9 +199,11 @@ def geometry(inputs: Any) -> tuple[Any, ...]:
 
 
 def cloned(inputs: Any) -> Any:
-    """Return inputs in memory of their own, gaps between rows included."""
+    """Return inputs in memory of their own, gaps between rows included; large ones hold zeros."""
 
     def copy(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().nbytes() > WHOLE and tensor.numel():
+            return twin(tensor)
         bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         kept = bytes_.set_(tensor.untyped_storage()).clone()
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
