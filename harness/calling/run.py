@@ -20,7 +20,6 @@ from moe_parity.kernels import Call, Kernel
 from moe_parity.kernels.written import watching
 from moe_parity.references.language import Case
 
-
 WHOLE = 1 << 26
 """Bytes up to which the whole storage of an input is kept, to see what a kernel did to it."""
 

@@ -23,7 +23,7 @@ from moe_parity.kernels.call import BadCall
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.language.stage import Output, Outputs
-from moe_parity.references.stages.sparse import twin
+from moe_parity.references.stages.sparse import LARGE, pour, twin
 
 KEPT = 8
 """Cases whose inputs and references are kept: a sequence comes back to a few."""
@@ -219,7 +219,10 @@ def poured(into: Any, made: Any) -> Any:
 
     def over(name: str, value: Tensor) -> Tensor:
         target: Tensor = getattr(into, name)
-        return target if target.data_ptr() == value.data_ptr() else target.copy_(value)
+        if target.data_ptr() == value.data_ptr():
+            return target
+        large = value.numel() >= LARGE
+        return pour(target, value) if large else target.copy_(value)
 
     inner = {
         entry.name: poured(getattr(into, entry.name), getattr(made, entry.name))

@@ -100,12 +100,16 @@ def wrap(offset: int) -> int:
 def twin(x: Tensor) -> Tensor:
     """Return a copy in memory of its own, with the same strides and the same start.
 
-    What lies between the rows is zeros, and blocks of zeros are not written.
+    What lies between the rows is zeros.
     """
     count = x.untyped_storage().nbytes() // x.element_size()
     memory = zeros(count, x.dtype, str(x.device))
-    made = memory.as_strided(x.shape, x.stride(), x.storage_offset())
-    for to, block in zip(made, x, strict=True):
-        if bool(block.count_nonzero()):
+    return pour(memory.as_strided(x.shape, x.stride(), x.storage_offset()), x)
+
+
+def pour(into: Tensor, x: Tensor) -> Tensor:
+    """Copy a tensor over another one, which is returned; zeros over zeros are not written."""
+    for to, block in zip(into, x, strict=True):
+        if bool(block.count_nonzero()) or bool(to.count_nonzero()):
             to.copy_(block)
-    return made
+    return into
