@@ -56,7 +56,7 @@ def room(
     """Return a tensor of a fill whose blocks along its first dimension are contiguous.
 
     ``far`` lays them so far apart that the offset of the last one is past 2^31 elements.  From
-    ``LARGE`` elements on nothing is filled: memory that nobody writes to holds zeros, costs nothing.
+    ``LARGE`` elements on nothing is filled: memory that nobody writes to is zeros, and free.
     """
     count = math.prod(shape)
     if far and count:

@@ -42,7 +42,8 @@ def _scatter(call: Call, *, psum: bool) -> Callable[[], Produced]:
     for name in ("codes", "scales", "ids"):
         # The launcher hands stride(1) over, and the kernel does not look at it.
         demand_rows(getattr(inputs, name), f"vLLM's ep_scatter reads {name} by row: it")
-        demand_near(getattr(inputs, name), f"vLLM's ep_scatter counts offsets of {name} in int32: it")
+        # token_id * stride, both int32
+        demand_near(getattr(inputs, name), f"vLLM's ep_scatter counts in 32 bits in {name}: it")
     device, width = inputs.codes.device, inputs.codes.shape[1]
     local = inputs.expert
     placed = place(local, inputs.experts, ALIGNMENT)

@@ -89,7 +89,8 @@ def misread_offsets(
     for words, unit in (("elements", 1), ("bytes", tensor.element_size())):
         places = [wrap(row * tensor.stride(0) * unit) // unit for row in rows]
         moved = [n for n, row in enumerate(rows) if places[n] != row * tensor.stride(0)]
-        extent = sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+        steps = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+        extent = sum((n - 1) * step for n, step in steps)
         starts = [tensor.storage_offset() + places[n] for n in moved]
         inside = all(start >= 0 and start + extent < count for start in starts)
         if not moved or not inside or (words == "bytes" and unit == 1):
