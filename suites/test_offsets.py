@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from moe_parity.harness.calling.poison import GUARD
 from moe_parity.harness.calling.run import run
+from moe_parity.harness.cases import budget
 from moe_parity.harness.cases.grid import params
 from moe_parity.harness.checks.calls import cloned, poured
 from moe_parity.harness.checks.compare import differences
 from moe_parity.harness.checks.expect import Recorder, expect
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.replay import replay
+from moe_parity.harness.checks.sequence import sequence
 from moe_parity.kernels import Call, Kernel, find
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Contract, Hazard, Routing
@@ -68,6 +71,27 @@ def test_offsets(kernel: Kernel, case: Case, parity_device: str, parity_recorder
     """Bits, and inputs that are as they were."""
     kept = Contract(checks=frozenset({Check.EXACT, Check.INPUT_KEPT}))
     expect(dataclasses.replace(kernel, contract=kept), case, parity_device, parity_recorder)
+
+
+@pytest.mark.parametrize("name", ["ours_act_quant", "ours_fc1_decode", "ours_decode"])
+def test_our_kernels_that_read_by_strides_refuse_nothing(name: str):
+    """Experts of ``run_moe`` at any distance from each other among it."""
+    kernel = dataclasses.replace(find(name), contract=ONLY_BITS)
+    verdicts = list(check(kernel, FAR[kernel.stage.name], "cpu"))
+    assert {v.verdict for v in verdicts} == {"pass"}
+
+
+def test_a_gpu_with_little_memory_takes_no_far_case(monkeypatch: pytest.MonkeyPatch):
+    """Where memory is real; and no GPU keeps several of them, call after call."""
+    monkeypatch.setattr(budget.environment, "gpu", lambda: object())
+    for gigabytes, skipped in ((24, True), (80, False)):
+        card = SimpleNamespace(total_memory=gigabytes << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, card=card: card)
+        assert bool(budget._memory(FAR["fc1"])) is skipped
+        assert budget._memory(CONTIGUOUS) is None
+    far = FAR["act_quant"]
+    (verdict,) = sequence(kernel_of("act_quant", right), [far, far], "cuda")
+    assert verdict.reason == "the kernel takes no two cases of the sequence"
 
 
 # --- the inputs ---------------------------------------------------------------------------------
