@@ -121,6 +121,18 @@ def demand_rows(tensor: Tensor, who: str) -> Tensor:
     return tensor
 
 
+def demand_near(tensor: Tensor, who: str) -> Tensor:
+    """Return a tensor; raises ParityError, which refuses the call, where offsets need 64 bits.
+
+    They do from 2^31 elements on: what is counted in 32 bits is negative there.
+    """
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
+    if last >= 1 << 31:
+        raise ParityError(f"{who} takes offsets below 2^31 elements, got one of {last}.")
+    return tensor
+
+
 def demand_aligned(tensor: Tensor, who: str, count: int = 16) -> Tensor:
     """Return a tensor; raises ParityError, which refuses the call, unless it starts aligned.
 

@@ -15,6 +15,9 @@ _LARGE = 1 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Do not count what is never touched; Linux's value, before Python 3.13 names it."""
 
+_SMALL_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", None)
+"""Where huge pages are given out unasked, a touch would cost 2 MiB here as well."""
+
 
 def zeros(count: int, kind: np.dtype[Any]) -> Array:
     """Return an array of zeros, one page of memory for each page of it that is written to."""
@@ -22,4 +25,7 @@ def zeros(count: int, kind: np.dtype[Any]) -> Array:
     if size < _LARGE:
         return np.zeros(count, kind)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=kind)
+    memory = mmap.mmap(-1, size, flags=flags)
+    if _SMALL_PAGES is not None:
+        memory.madvise(_SMALL_PAGES)
+    return np.frombuffer(memory, dtype=kind)

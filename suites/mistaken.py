@@ -233,6 +233,13 @@ def _add_geometry(add: Callable[..., None]) -> None:
         add("align", Case(m=20, e=6, k=3, **how))
         add("combine", Case(m=12, e=8, k=8, h=256, **how))
     add("permute", Case(m=14, e=3, k=2, h=256, hazard=Hazard.TRANSPOSED))
+    far = {"hazard": Hazard.FAR}
+    for stage in ("permute", "fc1", "fc2"):
+        add(stage, Case(m=3, e=3, k=2, h=256, i=256 if stage == "fc2" else 128, **far))
+    add("combine", Case(m=4, e=4, k=2, h=256, **far))
+    add("weight_quant", Case(i=130, h=128, **far))
+    for stage in ("act_quant", "swiglu", "swiglu_quant"):
+        add(stage, Case(m=4, **far))
     add("weight_quant", Case(i=150, h=200, hazard=Hazard.OFFSET2))
     add("act_quant", Case(m=24, h=256, hazard=Hazard.OFFSET2))
     for stage in ("swiglu", "swiglu_quant"):

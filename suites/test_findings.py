@@ -192,6 +192,14 @@ def test_ep_scatter_does_not_look_at_the_last_stride(monkeypatch: pytest.MonkeyP
     assert not verdict.failed
 
 
+def test_ep_scatter_counts_offsets_in_32_bits(monkeypatch: pytest.MonkeyPatch):
+    kernel = unguarded(monkeypatch, "vllm_ep_scatter", "triton_rows", "demand_near")
+    (verdict,) = check(kernel, Case(m=3, e=4, k=2, h=256, hazard=Hazard.FAR), "cpu")
+    assert (verdict.cause_kind, verdict.cause) == ("memory", "out_of_bounds")
+    assert "program (2, 0, 0): a load of 1 bytes" in verdict.message
+    assert "2147483648 bytes before the start of recv_x" in verdict.message
+
+
 def test_fused_moe_takes_weights_with_gaps_for_contiguous_ones(monkeypatch: pytest.MonkeyPatch):
     kernel = unguarded(monkeypatch, "vllm_fused_moe_fc2", "triton_gemm", "demand_contiguous")
     (verdict,) = check(kernel, Case(m=10, e=3, k=2, h=128, hazard=Hazard.GAPS), "cpu")

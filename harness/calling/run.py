@@ -20,6 +20,12 @@ from moe_parity.kernels import Call, Kernel
 from moe_parity.kernels.written import watching
 from moe_parity.references.language import Case
 
+WHOLE = 1 << 26
+"""Bytes up to which the whole storage of an input is kept, to see what a kernel did to it."""
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of an element's size whose bits are compared, a NaN's too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
@@ -37,7 +43,7 @@ class Ran:
     """What it wrote beside such memory, in words that follow its name; empty for nothing."""
     fates: Mapping[str, Tensor]
     input_kept: bool
-    """Whether the inputs' whole storage is as it was; it is put back where not."""
+    """Whether the inputs' whole storage, if it is not too large, is as it was; it is put back."""
     returned: Mapping[str, Tensor]
     """The very tensors that the kernel returned, whose memory may change with its next call."""
     again: Callable[[], dict[str, Tensor]]
@@ -86,11 +92,21 @@ def aliased(inputs: Any) -> Any:
 
 
 class _Kept:
-    """The storages of some tensors, gaps between rows included, as they were."""
+    """The storages of some tensors, gaps between rows included, as they were.
+
+    Of a storage beyond ``WHOLE`` bytes it is the tensors alone: few of its pages may be in use.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        small = [t for t in tensors if t.untyped_storage().nbytes() <= WHOLE]
+        storages = {t.untyped_storage().data_ptr(): t for t in small}
         self.memory = [_bytes_of(tensor) for tensor in storages.values()]
+        self.memory += [
+            tensor.view(INTEGERS[tensor.element_size()])
+            for tensor in tensors
+            if tensor.untyped_storage().nbytes() > WHOLE
+        ]
         self.before = [memory.clone() for memory in self.memory]
 
     def put_back(self) -> bool:

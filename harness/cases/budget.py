@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel
 from moe_parity.references.chips import why_not_modelled
-from moe_parity.references.language import Case, Skip, Why
+from moe_parity.references.language import Case, Hazard, Skip, Why
 
 CPU_COST = 400
 """Programs times blocks of K that a case may cost on the virtual GPU, some five ms each."""
@@ -13,12 +13,15 @@ CPU_COST = 400
 CPU_OUTPUTS = 1 << 22
 """Elements that the inputs of a case may have on a CPU."""
 
+FAR_MEMORY = 64 << 30
+"""Bytes that a GPU must have for a far case: inputs of 17 GiB, more than once."""
+
 
 def skip_of(kernel: Kernel, case: Case, device: str) -> Skip | None:
     """Return why a case does not run here, or None; the sentence names the kernel."""
     reason = kernel.why_not(case, device) or _chip(kernel, case, device)
-    if reason is None and device == "cpu":
-        reason = _budget(kernel, case)
+    if reason is None:
+        reason = _budget(kernel, case) if device == "cpu" else _memory(case)
     return reason and Skip(reason.why, f"{kernel.name}: {reason}")
 
 
@@ -39,3 +42,15 @@ def _budget(kernel: Kernel, case: Case) -> Skip | None:
     if outputs > CPU_OUTPUTS:
         return Skip(Why.BUDGET, f"{outputs} outputs are over the CPU's budget of {CPU_OUTPUTS}.")
     return None
+
+
+def _memory(case: Case) -> Skip | None:
+    """Return why a GPU has too little memory for inputs that a CPU maps and does not use."""
+    if case.hazard is not Hazard.FAR or environment.gpu() is None:
+        return None
+    import torch
+
+    has = torch.cuda.get_device_properties(0).total_memory
+    if has >= FAR_MEMORY:
+        return None
+    return Skip(Why.BUDGET, f"far inputs need {FAR_MEMORY >> 30} GiB, the GPU has {has >> 30}.")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.harness.calling.run import Ran, run
+from moe_parity.harness.calling.run import WHOLE, Ran, run
 from moe_parity.harness.checks.compare import Difference, differences, where
 from moe_parity.harness.checks.flow import BROKEN, first_line
 from moe_parity.kernels import Kernel
@@ -23,6 +23,7 @@ from moe_parity.kernels.call import BadCall
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.language.stage import Output, Outputs
+from moe_parity.references.stages.sparse import LARGE, pour, twin
 
 KEPT = 8
 """Cases whose inputs and references are kept: a sequence comes back to a few."""
@@ -198,9 +199,11 @@ def geometry(inputs: Any) -> tuple[Any, ...]:
 
 
 def cloned(inputs: Any) -> Any:
-    """Return inputs in memory of their own, gaps between rows included."""
+    """Return inputs in memory of their own, gaps between rows included; large ones hold zeros."""
 
     def copy(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().nbytes() > WHOLE and tensor.numel():
+            return twin(tensor)
         bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         kept = bytes_.set_(tensor.untyped_storage()).clone()
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -216,7 +219,10 @@ def poured(into: Any, made: Any) -> Any:
 
     def over(name: str, value: Tensor) -> Tensor:
         target: Tensor = getattr(into, name)
-        return target if target.data_ptr() == value.data_ptr() else target.copy_(value)
+        if target.data_ptr() == value.data_ptr():
+            return target
+        large = value.numel() >= LARGE
+        return pour(target, value) if large else target.copy_(value)
 
     inner = {
         entry.name: poured(getattr(into, entry.name), getattr(made, entry.name))

@@ -14,7 +14,7 @@ from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.kernels import Kernel
-from moe_parity.references.language import Case, Check
+from moe_parity.references.language import Case, Check, Hazard
 
 LEAKS = Cause(
     kind=CauseKind.STATE, name="leaks_state", words="what an earlier call left behind is used"
@@ -40,6 +40,8 @@ def sequence(
     verdict where nothing is wrong.
     """
     player = Player(kernel, device)
+    if device == "cuda":  # where memory is real, one such case takes up to 17 GiB, and all are kept
+        cases = [case for case in cases if case.hazard is not Hazard.FAR]
     for case in cases:
         if player.call(case).error is not None:
             break  # what it has left behind is anything

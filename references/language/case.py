@@ -87,6 +87,8 @@ class Hazard(_Word):
     """The first input's rows are not contiguous."""
     GAPS = "gaps"
     """The rows of every input have gaps between them, which hold the largest number."""
+    FAR = "far"
+    """Rows of the first input, and weights of experts, whose offsets are past 2^31 elements."""
     OFFSET2 = "offset2"
     """Every input starts 2 bytes past a multiple of 64, or its element's size if that is more."""
     OFFSET4 = "offset4"

@@ -67,7 +67,7 @@ class Align(Stage[RoutedRows]):
         **dict.fromkeys(("m", "e", "k", "h", "ep_rank", "ep_size", "routing")),
         "scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED}),
-        "hazard": frozenset(Hazard) - {Hazard.STRIDED, Hazard.TRANSPOSED},
+        "hazard": frozenset(Hazard) - {Hazard.STRIDED, Hazard.TRANSPOSED, Hazard.FAR},
     }
     acting: ClassVar[Acting] = {}
     sizes: ClassVar[tuple[str, ...]] = ("m", "e", "k")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import ScaleLayout
 from moe_parity.references.language.case import Hazard
+from moe_parity.references.stages.sparse import apart
 
 _GAP = 16
 """Bytes between the rows of a strided input."""
@@ -29,9 +30,11 @@ InputsT = TypeVar("InputsT")
 def embed(x: Tensor, hazard: Hazard) -> Tensor:
     """Return ``x`` [..., columns], the first input, as the hazard wants it alone.
 
-    That is itself, with gaps (``strided``), or transposed.  The gaps hold the largest number: an
-    amax may skip a NaN (``quant.nan_amax``), never that.
+    That is itself, with gaps (``strided``), transposed, or with rows ``far`` apart.  The gaps hold
+    the largest number: an amax may skip a NaN (``quant.nan_amax``), never that.
     """
+    if hazard is Hazard.FAR:
+        return apart(x)
     if hazard is Hazard.TRANSPOSED:
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     return _with_gaps(x) if hazard is Hazard.STRIDED else x

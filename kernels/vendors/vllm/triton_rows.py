@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call, Fate, Produced, demand_rows
+from moe_parity.kernels.call import Call, Fate, Produced, demand_near, demand_rows
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm.api import rows_of
 from moe_parity.kernels.vendors.vllm import package
@@ -42,6 +42,8 @@ def _scatter(call: Call, *, psum: bool) -> Callable[[], Produced]:
     for name in ("codes", "scales", "ids"):
         # The launcher hands stride(1) over, and the kernel does not look at it.
         demand_rows(getattr(inputs, name), f"vLLM's ep_scatter reads {name} by row: it")
+        # token_id * stride, both int32
+        demand_near(getattr(inputs, name), f"vLLM's ep_scatter counts in 32 bits in {name}: it")
     device, width = inputs.codes.device, inputs.codes.shape[1]
     local = inputs.expert
     placed = place(local, inputs.experts, ALIGNMENT)

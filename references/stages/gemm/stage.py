@@ -19,7 +19,7 @@ from moe_parity.references.arithmetic.formats import (
     ScaleFormat,
     ScaleLayout,
 )
-from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.case import Case, Hazard, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, filled
@@ -30,9 +30,11 @@ from moe_parity.references.stages.gemm.reference import biased, grouped, hit
 from moe_parity.references.stages.gemm.scales import coded, silenced
 from moe_parity.references.stages.hazards import embed, lay, surround
 from moe_parity.references.stages.mistakes.gemm import mistakes
+from moe_parity.references.stages.mistakes.gemm_offsets import small, wrapped
 from moe_parity.references.stages.owned import CODES as CODES_OF
 from moe_parity.references.stages.owned import IDS, Own
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_of
+from moe_parity.references.stages.sparse import LARGE, room
 
 WITNESSED = Case(m=24, e=4, k=2, h=512, i=256, values=Values.AIMED, seed=11)
 
@@ -134,14 +136,21 @@ class _Grouped(Stage[GroupedRows]):
         raise NotImplementedError
 
     def inputs(self, case: Case, device: str = "cpu") -> GroupedRows:
-        """Return the operands; experts without a row hold NaN codes and scales."""
+        """Return the operands; experts without a row hold NaN codes and scales.
+
+        The codes are zeros in weights of ``sparse.LARGE`` elements and more, which cost only what
+        is hit.
+        """
         self.check(case)
         n, k = self.extent(case)
         count, tokens = case.local_experts, case.m if self.shared else case.m * case.k
         ids = draw_ids(case, device)
         expert = local_expert(ids, case.first_expert, count)
         a, a_scale = operand(case, f"{self.name}/a", tokens, k, 1, device)
-        w = torch.full((count, n, k), case.codes.nan, dtype=torch.uint8, device=device)
+        w = room(
+            (count, n, k), case.codes.nan, device, dtype=torch.uint8,
+            far=case.hazard is Hazard.FAR,
+        )  # fmt: skip
         shape = (count, -(-n // BLOCK), -(-k // BLOCK))
         w_scale = torch.full(shape, float("nan"), device=device)
         for index in hit(expert):
@@ -229,6 +238,8 @@ class _Grouped(Stage[GroupedRows]):
 
     def mistakes(self, case: Case, inputs: GroupedRows, recipe: Recipe) -> Iterator[Mistake]:
         """Yield those of a grouped GEMM."""
+        yield from wrapped(inputs, lambda given: self.reference(case, given, recipe))
+        inputs = small(inputs)
         weight = self.weight(inputs, recipe)
 
         def rows(given: GroupedRows) -> Tensor:
@@ -261,6 +272,13 @@ class _Grouped(Stage[GroupedRows]):
         a = inputs.a.clone()
         a[rows] = E4M3.nan if math.isnan(value) else E4M3.nan - 1
         return dataclasses.replace(inputs, a=a, a_scale=filled(inputs.a_scale, rows, value))
+
+    def handed(self, inputs: GroupedRows) -> list[Tensor]:
+        """Return all tensors; of large weights those of the experts that are hit."""
+        if inputs.w.numel() < LARGE:
+            return super().handed(inputs)
+        others = super().handed(dataclasses.replace(inputs, w=inputs.w[:0]))
+        return [*others, *(inputs.w[index] for index in hit(inputs.expert))]
 
     def sealed(self, inputs: GroupedRows) -> list[Tensor]:
         """Return the operands, the routing and the weights."""

@@ -9,16 +9,20 @@ Experts that no pair of this rank may touch hold NaN codes and NaN scales.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
-from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.case import Case, Hazard, Values
 from moe_parity.references.stages.gemm.aims import codes, nudged
+from moe_parity.references.stages.gemm.reference import hit
 from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.layer.operands import Asked, Experts, LayerInputs, Routed
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_experts
+from moe_parity.references.stages.sparse import room
 
 ORDINARY_SCALE = 2.0**-6
 AIMED_SCALE = 2.0**14
@@ -28,11 +32,14 @@ AIMED_SCALE = 2.0**14
 def layer_inputs(case: Case, device: str = "cpu", *, spoil: bool = True) -> LayerInputs:
     """Return the inputs of a case; raises ParityError where E is not a multiple of the ranks.
 
-    ``spoil`` fills the experts that no owned pair takes with NaN.
+    ``spoil`` fills the experts that no owned pair takes with NaN, or leaves their codes at zero in
+    weights of ``sparse.LARGE`` elements and more.
     """
-    batch, experts = batch_of(case, device), experts_of(case, device)
+    batch = batch_of(case, device)
+    taken = None
     if spoil:
-        poison(batch, experts, case.codes.nan)
+        taken = hit(local_expert(batch.ids, case.first_expert, case.local_experts))
+    experts = experts_of(case, device, taken)
     made = LayerInputs(batch=batch, experts=experts, asked=asked_of(case))
     return surround(made, case.hazard)
 
@@ -54,15 +61,15 @@ def batch_of(case: Case, device: str) -> Routed:
     )
 
 
-def experts_of(case: Case, device: str) -> Experts:
-    """Return the experts of the case's rank."""
-    count = case.local_experts
+def experts_of(case: Case, device: str, taken: Sequence[int] | None = None) -> Experts:
+    """Return the experts of the case's rank; those not ``taken`` hold NaN, by default none does."""
+    taken = range(case.local_experts) if taken is None else taken
     aimed = case.values is Values.AIMED
     return Experts(
-        w13=_weight(case, "w13", count, 2 * case.i, case.h, aimed, device),
-        w13_scale=_scales(case, "w13", count, 2 * case.i, case.h, aimed, device),
-        w2=_weight(case, "w2", count, case.h, case.i, aimed, device),
-        w2_scale=_scales(case, "w2", count, case.h, case.i, aimed, device),
+        w13=_weight(case, "w13", taken, 2 * case.i, case.h, aimed, device),
+        w13_scale=_scales(case, "w13", taken, 2 * case.i, case.h, aimed, device),
+        w2=_weight(case, "w2", taken, case.h, case.i, aimed, device),
+        w2_scale=_scales(case, "w2", taken, case.h, case.i, aimed, device),
         first=case.first_expert,
     )
 
@@ -92,13 +99,16 @@ def _mirrors_columns(case: Case, name: str, columns: int) -> bool:
 
 
 def _weight(
-    case: Case, name: str, count: int, rows: int, columns: int, aimed: bool, device: str
+    case: Case, name: str, taken: Sequence[int], rows: int, columns: int, aimed: bool, device: str
 ) -> Tensor:
-    """Return codes [count, rows, columns]; expert e keeps its bits whatever ``count`` is."""
+    """Return codes [E, rows, columns]; expert e keeps its bits whatever E is."""
     first = case.first_expert
-    out = torch.empty((count, rows, columns), dtype=torch.uint8, device=device)
+    out = room(
+        (case.local_experts, rows, columns), case.codes.nan, device, dtype=torch.uint8,
+        far=case.hazard is Hazard.FAR,
+    )  # fmt: skip
     half = columns // 2 if aimed and _mirrors_columns(case, name, columns) else columns
-    for expert in range(count):
+    for expert in taken:
         number = first + expert
         source = number // 2 * 2 if aimed else number
         made = codes(case.seed, f"{name}/{source}", rows, half, device=device)
@@ -113,13 +123,14 @@ def _weight(
 
 
 def _scales(
-    case: Case, name: str, count: int, rows: int, columns: int, aimed: bool, device: str
+    case: Case, name: str, taken: Sequence[int], rows: int, columns: int, aimed: bool, device: str
 ) -> Tensor:
     first = case.first_expert
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
-    out = torch.empty((count, down, across), dtype=torch.float32, device=device)
+    shape = (case.local_experts, down, across)
+    out = torch.full(shape, float("nan"), dtype=torch.float32, device=device)
     mirrored = aimed and _mirrors_columns(case, name, columns)
-    for expert in range(count):
+    for expert in taken:
         number = first + expert
         key = f"{name}/scale/{number // 2 * 2 if aimed else number}"
         half = across // 2 if mirrored else across

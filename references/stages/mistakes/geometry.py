@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from moe_parity.references.arithmetic.formats import bits_of, from_bits
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.stages.mistakes.anywhere import Outputs, contiguous_reading
 from moe_parity.references.stages.routing import local_expert
+from moe_parity.references.stages.sparse import wrap
 
 SCALES = ("a_scale", "w_scale", "scales")
 """The fields that hold scales."""
@@ -40,6 +41,7 @@ def misread(
                 name=name, words=words, local=False,
                 outputs=partial(_given, inputs, field, other, give),
             )  # fmt: skip
+        yield from misread_offsets(inputs, give, field, noun, tensor)
 
 
 def _given(inputs: Any, field: str, other: Tensor, give: Callable[[Any], Outputs]) -> Outputs:
@@ -68,6 +70,38 @@ def _readings(
     if tensor.storage_offset():
         start = tensor.as_strided(tensor.shape, tensor.stride(), 0).clone()
         yield "offset_ignored", f"{noun} read from the start of their storage", start
+
+
+def misread_offsets(
+    inputs: Any,
+    give: Callable[[Any], Outputs],
+    field: str,
+    noun: str,
+    tensor: Tensor,
+    rows: Sequence[int] | None = None,
+) -> Iterator[Mistake]:
+    """Yield what comes of rows that are read where an offset of 32 bits ends, inside the storage.
+
+    ``rows`` are those of ``tensor`` that the field of the inputs holds, all of them by default.
+    """
+    rows = range(tensor.shape[0]) if rows is None else rows
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    for words, unit in (("elements", 1), ("bytes", tensor.element_size())):
+        places = [wrap(row * tensor.stride(0) * unit) // unit for row in rows]
+        moved = [n for n, row in enumerate(rows) if places[n] != row * tensor.stride(0)]
+        steps = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+        extent = sum((n - 1) * step for n, step in steps)
+        starts = [tensor.storage_offset() + places[n] for n in moved]
+        inside = all(start >= 0 and start + extent < count for start in starts)
+        if not moved or not inside or (words == "bytes" and unit == 1):
+            continue
+        read = getattr(inputs, field).clone()
+        for n, start in zip(moved, starts, strict=True):
+            read[n] = tensor.as_strided(tensor.shape[1:], tensor.stride()[1:], start)
+        yield Mistake(
+            name="offset_wraps", words=f"{noun} read at offsets in {words} of 32 bits, which wrap,",
+            local=False, outputs=partial(_given, inputs, field, read, give),
+        )  # fmt: skip
 
 
 def _without_padding(tensor: Tensor) -> Tensor | None:
