@@ -1,0 +1,220 @@
+"""Faults of memory, of what is kept between calls, of replays, batches, and launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_parity.kernels import Call
+from moe_parity.suites.faulty.planting import (
+    Fault,
+    Outputs,
+    Run,
+    fault,
+    given,
+    right,
+    with_parts,
+    written,
+)
+from moe_parity.suites.test_replay_faults import (
+    BODIES,
+    FAULTS as REPLAYED,
+    RECIPES,
+)
+
+
+def _last(made: Outputs) -> tuple[str, Tensor]:
+    return list(made.items())[-1]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def scratch_summed(call: Call) -> Any:
+    """Add to scratch that is not zeroed."""
+    made = right(call)
+    name, value = _last(made)
+    total = torch.empty(value.shape, dtype=torch.float32)
+    return written(call, made | {name: (value + (total + 1.0 - 1.0)).to(value.dtype)})
+
+
+def flag_unset(call: Call) -> Any:
+    """Let a flag that nobody sets decide whether the last output is written."""
+    made = right(call)
+    done = written(call, made)
+    if torch.empty(1, dtype=torch.int32)[0] > 1 << 20:
+        name, value = _last(made)
+        done[name] = call.new(name).copy_(torch.zeros_like(value))
+    return done
+
+
+def scratch_overrun(call: Call) -> Any:
+    """Write one element past scratch memory."""
+    done = written(call, right(call))
+    scratch = torch.empty(64)
+    scratch.as_strided((1,), (1,), scratch.storage_offset() + 64).fill_(1.0)
+    return done
+
+
+def scale_padding_left(call: Call) -> Any:
+    """Leave the last column of scales unwritten where it is not one of four."""
+    made = right(call)
+    done = written(call, made)
+    if made["scales"].shape[1] % 4:
+        done["scales"] = call.new("scales")
+        if done["scales"].shape == made["scales"].shape:
+            done["scales"][:, :-1] = made["scales"][:, :-1]
+        else:
+            done["scales"][:, :-1] = written(call, made)["scales"][:, :-1]
+    return done
+
+
+# --- calls after calls ---------------------------------------------------------------------------
+
+
+def workspace() -> Run:
+    """Return a kernel that gives views of memory which it keeps."""
+    kept: dict[Any, Tensor] = {}
+
+    def run(call: Call) -> Any:
+        done = {}
+        for name, value in written(call, right(call)).items():
+            key = name, value.dtype, value.stride()
+            if key not in kept or kept[key].shape != value.shape:
+                kept[key] = value.clone(memory_format=torch.preserve_format)
+            done[name] = kept[key].copy_(value)
+        return done
+
+    return run
+
+
+def limit_of_the_first_call() -> Run:
+    """Return a kernel that keeps the limit of its first call of a shape."""
+    kept: dict[Any, Any] = {}
+
+    def run(call: Call) -> Any:
+        limit = kept.setdefault(call.inputs.rows.shape, call.inputs.limit)
+        return written(call, right(call, given(call, limit=limit)))
+
+    return run
+
+
+def rows_of_the_first_call(name: str) -> Run:
+    """Return a kernel that keeps an input by its address and shape."""
+    kept: dict[Any, Tensor] = {}
+
+    def run(call: Call) -> Any:
+        value = getattr(call.inputs, name)
+        key = value.data_ptr(), value.shape, value.stride(), value.dtype
+        if value.numel():
+            kept.setdefault(key, value.clone())
+        held = kept.get(key, value)
+        return written(call, right(call, given(call, **{name: held})))
+
+    return run
+
+
+def grown_and_not_cleared() -> Run:
+    """Return a kernel whose counts go on from the last call where that had more tokens."""
+    kept = {"most": 0}
+
+    def run(call: Call) -> Any:
+        made = right(call)
+        stale = 0 < call.case.m < kept["most"]
+        kept["most"] = max(kept["most"], call.case.m)
+        if stale and call.case.m > 1:
+            name, value = _last(made)
+            made[name] = value.roll(1, 0)
+        return written(call, made)
+
+    return run
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def one_scale(call: Call) -> Any:
+    """Take one maximum for the whole tensor."""
+    x = call.inputs.x.clone()
+    if x.numel():
+        x[:, 0] = x.abs().nan_to_num(0.0).max()
+    scales = right(call, given(call, x=x))["scales"]
+    made = right(call)
+    return written(call, made | {"scales": scales})
+
+
+def order_by_batch(call: Call) -> Any:
+    """Sum from the last k in a batch of an even number of tokens."""
+    from moe_parity.references.stages.combine import SumOrder
+
+    way = SumOrder.DESCENDING if call.case.m % 2 == 0 else SumOrder.ASCENDING
+    return written(call, right(call, recipe=with_parts(combine={"order": way})))
+
+
+def neighbours_nan(call: Call) -> Any:
+    """Let NaN of a row reach the next one, as 0 * NaN in a tile does."""
+    made = right(call)
+    name, value = _last(made)
+    if value.is_floating_point() and len(value) > 1:
+        made[name] = value + 0 * value.roll(1, 0)
+    return written(call, made)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _replayed() -> list[Fault]:
+    """Return the faults of replay, in a quantizer and a sum."""
+    causes = "freed_memory stale_output stale_output frozen_scalar replay_differs"
+    return [
+        fault(f"{stage}_{plant.__name__}", "replay graph-lifetime graph-state", stage,
+              plant(BODIES[stage]), cause, (plant.__doc__ or "").partition(".")[0],
+              recipe=RECIPES[stage], supports=_plain)
+        for stage in ("act_quant", "combine")
+        for (plant, *_), cause in zip(REPLAYED, causes.split(), strict=True)
+    ]  # fmt: skip
+
+
+def _plain(case: Any, device: str) -> Any:
+    from moe_parity.references.language import Skip, Why
+
+    usual = case.scale == "fp32" and case.h % 128 == 0 and case.group == 128
+    return None if usual else Skip(Why.UNSUPPORTED, "fp32 scales of whole groups of 128.")
+
+
+FAULTS = [
+    fault("quant_scratch", "own-memory uninit-scale-pad", "act_quant", scratch_summed,
+          "poison_read", "it adds to scratch that is not zeroed"),
+    fault("gemm_scratch", "own-memory", "fc1", scratch_summed, "poison_read",
+          "it adds to scratch that is not zeroed"),
+    fault("gate_flag_unset", "own-memory graph-state", "swiglu_quant", flag_unset, "poison_read",
+          "a flag that nobody sets decides what is written"),
+    fault("permute_overrun", "own-memory", "permute", scratch_overrun, "beside",
+          "it writes one element past its scratch"),
+    fault("quant_overrun", "own-memory", "act_quant", scratch_overrun, "beside",
+          "it writes one element past its scratch"),
+    fault("quant_padding_left", "uninit-scale-pad unwritten-rows", "act_quant",
+          scale_padding_left, "unwritten", "the last scales of a row that is not whole are left"),
+    fault("quant_workspace", "sequence ws-alias", "act_quant", workspace(), "returns_workspace",
+          "its result is a view of a workspace"),
+    fault("sum_workspace", "sequence ws-alias", "combine", workspace(), "returns_workspace",
+          "its result is a view of a workspace"),
+    fault("gate_quant_kept_limit", "sequence tune-key clamp-lost", "swiglu_quant",
+          limit_of_the_first_call(), "leaks_state", "it keeps the first limit"),
+    fault("quant_kept_rows", "sequence graph-state", "act_quant", rows_of_the_first_call("x"),
+          "leaks_state", "it keeps its input by the address"),
+    fault("sum_kept_weights", "sequence graph-state", "combine", rows_of_the_first_call("rows"),
+          "leaks_state", "it keeps its input by the address"),
+    fault("permute_not_cleared", "sequence graph-state", "permute", grown_and_not_cleared(),
+          "leaks_state", "after more tokens what they left is seen"),
+    fault("quant_one_scale", "batch-variant", "act_quant", one_scale,
+          "amax_of_the_tensor depends_on_other_rows", "one maximum for the whole tensor"),
+    fault("sum_order_by_batch", "batch-variant", "combine", order_by_batch,
+          "combine.order=descending depends_on_other_rows",
+          "the order of the sum depends on the number of tokens"),
+    fault("gemm_nan_of_neighbour", "batch-variant pad-nan", "fc1", neighbours_nan,
+          "depends_on_other_rows", "a NaN in a row reaches the next"),
+    *_replayed(),
+]  # fmt: skip
