@@ -58,7 +58,7 @@ class Size:
     """Elements of the experts' weights."""
 
 
-SMALL = Size(cost=32, work=200, elements=1 << 15, weights=1 << 21)
+SMALL = Size(cost=32, work=400, elements=1 << 15, weights=1 << 21)
 LARGE = Size(cost=160, work=4000, elements=1 << 20, weights=1 << 24)
 ON_GPU = Size(cost=1 << 40, work=1 << 17, elements=1 << 24, weights=1 << 27)
 
@@ -166,7 +166,11 @@ class _Drawing:
         wide = max(
             case.h if "h" in self.stage.reads else 1, case.i if "i" in self.stage.reads else 1
         )
-        weights = 3 * case.local_experts * case.h * case.i if {"e", "h", "i"} <= self.stage.reads.keys() else 0
+        weights = (
+            3 * case.local_experts * case.h * case.i
+            if {"e", "h", "i"} <= self.stage.reads.keys()
+            else 0
+        )
         return (
             cost <= max(self.least, size.cost if virtual else size.work)
             and rows * wide <= size.elements

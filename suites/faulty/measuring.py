@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, Phase, settings
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from moe_parity.harness.cases.small import small_case
 from moe_parity.harness.checks.expect import expect_calls
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.replay import replay
-from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.session import profiles
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case, Check
@@ -64,13 +66,13 @@ class _Recorder:
 
 def drawn(fault: Fault, found: Found, seed: int | None) -> None:
     """Draw the cases of the default check: those of the profile ci, or of dev with a seed."""
-    profiles.activate("ci" if seed is None else "dev", times=profiles.CHOSEN)
-    base = settings.get_profile("ci" if seed is None else "dev")
-    test: Any = test_drawn.test_drawn
-    test._hypothesis_internal_use_settings = settings(
-        base, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
-    )
-    test._hypothesis_internal_use_seed = None
+    cases, same = profiles.PROFILES["ci" if seed is None else "dev"]
+    inner: Any = test_drawn.test_drawn.hypothesis.inner_test  # type: ignore[attr-defined]
+    # the test itself, whose source is the seed of ci, with settings of its own: nothing shrinks
+    test: Any = settings(
+        max_examples=profiles.CHOSEN * cases, derandomize=same, phases=[Phase.generate],
+        database=None, deadline=None, suppress_health_check=list(HealthCheck),
+    )(given(data=st.data())(inner))  # fmt: skip
     if seed is not None:
         hypothesis.seed(seed)(test)
 
@@ -90,30 +92,35 @@ def drawn(fault: Fault, found: Found, seed: int | None) -> None:
 
 def _several(fault: Fault, found: Found, name: Check) -> None:
     recorder = _Recorder(fault, found, f"test_{name}")
-    try:
+    with contextlib.suppress(AssertionError, pytest.skip.Exception):
         expect_calls(fault.kernel, name, "cpu", recorder)
-    except Exception as error:
-        if not isinstance(error, AssertionError):
-            raise
 
 
-def _replayed(fault: Fault, found: Found) -> Iterator[Verdict]:
+def _replayed(fault: Fault, found: Found) -> None:
     case = small_case(fault.kernel, "cpu")
-    if case is not None:
-        yield replay(fault.kernel, case, "cpu")
+    verdict = None if case is None else replay(fault.kernel, case, "cpu")
+    if verdict is not None and verdict.failed:
+        found.take(fault, "test_replay", verdict.cause, verdict.alternatives)
 
 
 def measured(fault: Fault, seed: int | None = None, *, drawn_only: bool = False) -> Found:
-    """Return what the suites say of a fault: drawn cases, then calls, replays and batches."""
+    """Return what the suites say of a fault: drawn cases, then replays, calls and batches.
+
+    What is kept between calls is asked for first in the suites that are about it.
+    """
     found = Found()
+    suites: list[Callable[[], None]] = [lambda: drawn(fault, found, seed)]
+    if not drawn_only:
+        several: list[Callable[[], None]] = [
+            lambda: _replayed(fault, found),
+            lambda: _several(fault, found, Check.SEQUENCE),
+            lambda: _several(fault, found, Check.INVARIANCE),
+        ]
+        keeps = {"sequence", "replay"} & set(fault.kinds)
+        suites = several + suites if keeps else suites + several
     try:
-        drawn(fault, found, seed)
-        if not drawn_only:
-            for verdict in _replayed(fault, found):
-                if verdict.failed:
-                    found.take(fault, "test_replay", verdict.cause, verdict.alternatives)
-            _several(fault, found, Check.SEQUENCE)
-            _several(fault, found, Check.INVARIANCE)
+        for suite in suites:
+            suite()
     except Named:
         pass
     return found

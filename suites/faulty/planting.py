@@ -103,18 +103,27 @@ def right(call: Call, given: Any = None, recipe: Recipe | None = None, **words: 
     return dict(call.stage.reference(case, inputs, recipe or recipe_of(call)))
 
 
-def written(call: Call, made: Mapping[str, Tensor]) -> Outputs:
-    """Return outputs in memory of the call, in the formats and layouts of its case."""
+def written(
+    call: Call, made: Mapping[str, Tensor], left: Mapping[str, slice] | None = None
+) -> Outputs:
+    """Return outputs in memory of the call, in the formats and layouts of its case.
+
+    Rows of ``left`` are left as they were.
+    """
     outputs, done = call.outputs, {}
     for name, value in made.items():
         output = outputs[name]
-        if output.dtype is torch.int32 and value.is_floating_point():
-            packed = pack_ue8m0((bits_of(value) >> 23 & 0xFF).to(torch.uint8))
-            done[name] = call.new(name).copy_(packed)
+        packed = output.dtype is torch.int32 and value.is_floating_point()
+        if packed:
+            done[name] = call.new(name)
+            value = pack_ue8m0((bits_of(value) >> 23 & 0xFF).to(torch.uint8))
         else:
             shape = tuple(value.shape)
             strides = output.strides if shape == output.shape else None
-            done[name] = call.new(name, shape, strides, value.dtype).copy_(value)
+            done[name] = call.new(name, shape, strides, value.dtype)
+        keep = torch.ones(len(value), dtype=torch.bool)
+        keep[(left or {}).get(name, slice(0, 0))] = False
+        done[name][keep] = value[keep]
     return done
 
 
@@ -151,14 +160,9 @@ def unwritten(when: When, rows: Callable[[Call, int], slice]) -> Run:
     """Return a kernel that leaves some rows of its last output as they were."""
 
     def run(call: Call) -> Any:
-        done = written(call, right(call))
-        if when(call):
-            name, value = list(done.items())[-1]
-            keep = torch.ones(len(value), dtype=torch.bool)
-            keep[rows(call, len(value))] = False
-            done[name] = call.new(name)
-            done[name][keep] = value[keep]
-        return done
+        made = right(call)
+        name, value = list(made.items())[-1]
+        return written(call, made, {name: rows(call, len(value))} if when(call) else None)
 
     return run
 
