@@ -36,7 +36,7 @@ def main() -> None:
             if not chosen or (fault.name, seed) in done:
                 continue
             if seed is not None and suites.get(fault.name) != "test_drawn":
-                continue  # replays, calls after calls, replays and batches have no seed of drawn cases
+                continue  # the other suites draw nothing
             if time.monotonic() - began > 60 * own.minutes:
                 return
             start = time.monotonic()

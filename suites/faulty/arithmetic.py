@@ -21,8 +21,8 @@ from moe_parity.suites.faulty.planting import (
     layer_with,
     right,
     with_parts,
-    wrong,
     written,
+    wrong,
 )
 
 UE8M0 = case_is(lambda c: c.scale == "ue8m0")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_parity.kernels import Call
+from moe_parity.references.language import Skip, Why
+from moe_parity.references.stages.combine import SumOrder
+from moe_parity.suites import racing
 from moe_parity.suites.faulty.planting import (
+    REGISTERED,
     Fault,
     Outputs,
     Run,
@@ -133,8 +138,6 @@ def one_scale(call: Call) -> Any:
 
 def order_by_batch(call: Call) -> Any:
     """Sum from the last k in a batch of an even number of tokens."""
-    from moe_parity.references.stages.combine import SumOrder
-
     way = SumOrder.DESCENDING if call.case.m % 2 == 0 else SumOrder.ASCENDING
     return written(call, right(call, recipe=with_parts(combine={"order": way})))
 
@@ -153,19 +156,53 @@ def neighbours_nan(call: Call) -> Any:
 
 def _replayed() -> list[Fault]:
     """Return the faults of replay, in a quantizer and a sum."""
-    causes = "freed_memory stale_output stale_output frozen_scalar replay_differs"
+    causes = (
+        "freed_memory", "stale_output", "stale_output", "frozen_scalar",
+        "replay_differs stale_output",
+    )  # fmt: skip
     return [
         fault(f"{stage}_{plant.__name__}", "replay graph-lifetime graph-state", stage,
               plant(BODIES[stage]), cause, (plant.__doc__ or "").partition(".")[0],
               recipe=RECIPES[stage], supports=_plain)
         for stage in ("act_quant", "combine")
-        for (plant, *_), cause in zip(REPLAYED, causes.split(), strict=True)
+        for (plant, *_), cause in zip(REPLAYED, causes, strict=True)
     ]  # fmt: skip
 
 
-def _plain(case: Any, device: str) -> Any:
-    from moe_parity.references.language import Skip, Why
+def _launched() -> list[Fault]:
+    """Return Triton kernels with a fault of memory, for the virtual GPU."""
+    plants = (
+        ("launch_rows_overlap", "race strays", racing.quantizer("rows overlap"), "race",
+         "two programs store one row"),
+        ("launch_one_scale", "race", racing.quantizer("one scale"), "race",
+         "lanes of a program store different scales to one element"),
+        ("launch_past_the_end", "strays", racing.quantizer("past the end"), "out_of_bounds",
+         "the last scales are stored past the end"),
+        ("launch_load_add_store", "race atomic-order", racing.accumulator(), "race",
+         "pairs of a token are added by load and store"),
+        ("launch_counts_unset", "strays own-memory", racing.counter(zeroed=False),
+         "unwritten_read", "atomics count in memory that nobody has set"),
+    )  # fmt: skip
+    return [
+        Fault(
+            name=name, kinds=tuple(kinds.split()), causes=frozenset({cause}), words=words,
+            kernel=dataclasses.replace(
+                kernel, name=name, source=REGISTERED, note=words, supports=_launchable
+            ),
+        )
+        for name, kinds, kernel, cause, words in plants
+    ]  # fmt: skip
 
+
+def _launchable(case: Any, device: str) -> Any:
+    usual = case.m % 2 == 0 and case.m > 0 and case.hazard == "none" and case.layout == "row"
+    known = usual and case.dtype == "bf16" and case.ep_size == 1 and case.values == "normal"
+    if not known:
+        return Skip(Why.UNSUPPORTED, "some BF16 tokens, an even number, as they are by default.")
+    return _plain(case, device)
+
+
+def _plain(case: Any, device: str) -> Any:
     usual = case.scale == "fp32" and case.h % 128 == 0 and case.group == 128
     return None if usual else Skip(Why.UNSUPPORTED, "fp32 scales of whole groups of 128.")
 
@@ -203,4 +240,5 @@ FAULTS = [
     fault("gemm_nan_of_neighbour", "batch-variant pad-nan", "fc1", neighbours_nan,
           "depends_on_other_rows", "a NaN in a row reaches the next"),
     *_replayed(),
+    *_launched(),
 ]  # fmt: skip

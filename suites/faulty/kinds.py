@@ -36,7 +36,10 @@ COME = "test_inputs_as_they_come.py::test_a_kernel_that_misreads_its_inputs_is_r
 LEAKS = (
     "test_sequence_faults.py::test_what_a_kernel_keeps_is_named_with_the_call_that_it_comes_from"
 )
-WORKSPACE = "test_sequence_faults.py::test_a_result_in_a_workspace_is_named_with_the_call_that_overwrites_it"
+WORKSPACE = (  # fmt: skip
+    "test_sequence_faults.py::"
+    "test_a_result_in_a_workspace_is_named_with_the_call_that_overwrites_it"
+)
 GRAPH = "test_replay_faults.py::test_what_a_graph_keeps_is_named"
 WAITS = "test_replay_faults.py::test_a_wait_for_the_gpu_is_named_with_its_line"
 COMPILED = "test_promises.py::test_what_is_compiled_while_serving_is_told"

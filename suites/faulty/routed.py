@@ -14,8 +14,8 @@ from moe_parity.suites.faulty.planting import (
     given,
     layer_with,
     right,
-    wrong,
     written,
+    wrong,
 )
 
 RANKED = case_is(lambda c: c.ep_size > 1 and c.ep_rank == c.ep_size - 1)
@@ -76,7 +76,7 @@ def _next_expert(call: Call) -> Any:
 
 
 def _compact(call: Call) -> Any:
-    """Number the experts that have a pair, and take that number for the expert's."""
+    """Take the number of an expert among those that have a pair for its own."""
     expert = call.inputs.expert
     hit = expert[expert >= 0].unique()
     return given(call, expert=torch.where(expert >= 0, torch.searchsorted(hit, expert), -1))
@@ -111,10 +111,9 @@ def _at_most(count: int) -> Any:
 
 def _nothing_live(call: Call) -> Any:
     """Write nothing where no pair is the rank's."""
-    made = written(call, right(call))
-    if bool((call.inputs.expert < 0).all()):
-        return {name: call.new(name) for name in made}
-    return made
+    made = right(call)
+    nothing = bool((call.inputs.expert < 0).all())
+    return written(call, made, dict.fromkeys(made, slice(None)) if nothing else None)
 
 
 FAULTS = [
@@ -156,4 +155,6 @@ FAULTS = [
           "pair_lost", "an expert has room for 64 pairs"),
     fault("sum_nobody_left", "nobody zero-token unwritten-rows", "combine", _nothing_live,
           "unwritten", "nothing is written where no pair is the rank's"),
+    fault("permute_nobody_left", "nobody zero-token unwritten-rows", "permute", _nothing_live,
+          "unwritten", "no count is written where no pair is the rank's"),
 ]  # fmt: skip

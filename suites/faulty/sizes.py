@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from moe_parity.suites.faulty.planting import (
     right,
     unwritten,
     with_parts,
-    wrong,
     written,
+    wrong,
 )
 
 
@@ -105,14 +104,6 @@ def _last_columns_zero(count: int) -> Any:
 
 def _blocks(word: str) -> Any:
     return lambda call: -(-int(getattr(call.case, word)) // call.case.group)
-
-
-def _tail_as_before(call: Call, made: Outputs) -> Outputs:
-    """The last, ragged block of columns is scaled by the block before."""
-    x, wide = call.inputs.x, call.case.h // 128 * 128
-    tail = dataclasses.replace(call.inputs, x=torch.cat([x[:, :wide], x[:, wide - 128 : wide]], 1))
-    other = right(call, tail, h=wide + 128)["scales"]
-    return made | {"scales": other}
 
 
 DIVIDES = with_parts(act_quant={"apply": Apply.DIVIDE})

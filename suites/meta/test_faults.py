@@ -29,7 +29,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 QUICK = (
     "sum_m3_weightless", "gemm_tokens_not_8", "permute_m129_row_left", "quant_no_tokens_raises",
     "align_power_of_two", "permute_257_last_lost", "sum_k_above_8", "sum_duplicate_lost",
-    "align_empty_expert", "permute_last_rank", "gemm_exponent_0", "quant_scales_left",
+    "align_empty_expert", "permute_last_rank", "quant_scale_divided", "quant_scales_left",
 )  # fmt: skip
 """Those that drawn cases show soonest, of every stage's neighbourhood."""
 
@@ -46,8 +46,8 @@ def test_drawn_cases_show_a_fault_and_its_cause(fault: Fault, parity_recorder: R
 
 def test_a_kernel_without_a_fault_is_accused_of_nothing():
     """The way in which faults are planted is none itself."""
-    for stage, case in CASES.items():
-        kernel = kernel_of(stage, right)
+    for stage in ("align", "permute", "combine"):
+        case, kernel = CASES[stage], kernel_of(stage, right)
         wrong = [v.message for v in check(kernel, dataclasses.replace(case, seed=5), "cpu")
                  if v.failed]  # fmt: skip
         assert not wrong, wrong
@@ -78,14 +78,14 @@ def test_mistakes_are_made_of_no_token(stage: str):
 def test_a_block_for_no_token_has_its_cause():
     case = dataclasses.replace(CASES["align"], m=0)
     (red,) = (v for v in check(BY_NAME["align_empty_expert"].kernel, case, "cpu") if v.failed)
-    assert red.cause == "empty_expert"
+    assert "empty_expert" in red.causes
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
 @cache
-def tests_of(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     """Return the tests of a file below the suites."""
     body = ast.parse((SUITES / file).read_text()).body
     return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef))
@@ -95,7 +95,7 @@ def tests_of(file: str) -> frozenset[str]:
 def test_a_kind_is_planted_or_says_why_not(kind: Kind):
     for name in kind.tests:
         file, _, test = name.partition("::")
-        assert test in tests_of(file), name
+        assert test in names_in(file), name
     kernels = [fault for fault in FAULTS if kind.name in fault.kinds]
     assert kernels or kind.tests or kind.reason
 
