@@ -184,6 +184,8 @@ class _Drawing:
         group = self.made.group
         unit = group if "group" in self.stage.reads else BLOCK
         count = st.one_of(st.integers(1, 6), st.sampled_from(BLOCKS))
+        if self.size.work > SMALL.work and self.draw(st.booleans(), label="tall"):
+            count = st.integers(1, 2)  # room for thousands of tokens
         for word in ("h", "i"):
             if word not in self.stage.reads:
                 continue
@@ -219,7 +221,9 @@ class _Drawing:
             place = self.draw(st.sampled_from((0, ranks - 1, ranks // 2)), label="rank")
             if self.among(e=whole, ep_size=ranks, ep_rank=place) or self.among(e=e):
                 break
-        choices = st.one_of(st.integers(1, 4), st.sampled_from(CHOICES))
+        choices = st.one_of(
+            st.integers(1, 4), st.sampled_from(CHOICES), st.sampled_from(CHOICES[-2:])
+        )
         k = self.draw(choices, label="k")
         _ = self.keep(k=k) or self.keep(k=min(k, self.made.e))
         self.try_one("routing", ROUTINGS)
