@@ -226,7 +226,7 @@ def _add_geometry(add: Callable[..., None]) -> None:
         add(
             stage, extreme,
             # of other seeds infinities hide the largest exponents
-            dataclasses.replace(extreme, scale=ScaleFormat.UE8M0, seed=int(stage == "fc2")),
+            dataclasses.replace(extreme, scale=ScaleFormat.UE8M0, seed=8 if stage == "fc2" else 0),
             dataclasses.replace(case, layout=ScaleLayout.TMA),
             *(dataclasses.replace(case, **how) for how in lies),
         )  # fmt: skip

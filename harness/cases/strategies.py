@@ -231,7 +231,12 @@ class _Drawing:
     def among(self, **words: Any) -> bool:
         """Set words of experts; many experts have narrow weights, where the kernel takes them."""
         narrow = {n: BLOCK for n in ("h", "i") if n in self.stage.reads}
-        ways = ({}, narrow, narrow | {"i": NARROW}, narrow | {"h": NARROW})
+        ways: tuple[dict[str, int], ...] = (
+            {},
+            narrow,
+            narrow | {"i": NARROW},
+            narrow | {"h": NARROW},
+        )
         return any(self.keep(**words, **way) for way in ways[: len(ways) if narrow else 1])
 
     def tokens(self) -> None:

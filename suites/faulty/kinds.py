@@ -167,7 +167,7 @@ REPORTED: tuple[Kind, ...] = (
         "race | two programs at one place, a barrier missing | rerun, races on the virtual GPU",
         RACE,
         VIRTUAL,
-        reason="inside a program (cp.async, warps) only a GPU shows it: `parity repro --repeat`",
+        reason="inside a program (cp.async, warps) only a GPU shows it, in repeated calls",
     ),
     _kind(
         "miscompile | a compiler or a configuration gives wrong values | exact; configurations",

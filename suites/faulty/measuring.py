@@ -67,7 +67,7 @@ class _Recorder:
 def drawn(fault: Fault, found: Found, seed: int | None) -> None:
     """Draw the cases of the default check: those of the profile ci, or of dev with a seed."""
     cases, same = profiles.PROFILES["ci" if seed is None else "dev"]
-    inner: Any = test_drawn.test_drawn.hypothesis.inner_test  # type: ignore[attr-defined]
+    inner: Any = test_drawn.test_drawn.hypothesis.inner_test
     # the test itself, whose source is the seed of ci, with settings of its own: nothing shrinks
     test: Any = settings(
         max_examples=profiles.CHOSEN * cases, derandomize=same, phases=[Phase.generate],
@@ -83,7 +83,7 @@ def drawn(fault: Fault, found: Found, seed: int | None) -> None:
                 found.take(fault, "test_drawn", verdict.cause, verdict.alternatives)
                 break  # others of the call say the same
 
-    kept, test_drawn.expect = test_drawn.expect, look  # type: ignore[assignment]
+    kept, test_drawn.expect = test_drawn.expect, look
     try:
         test(kernel=fault.kernel, parity_device="cpu", parity_recorder=None)
     finally:

@@ -83,7 +83,7 @@ def recipe_of(call: Call) -> Recipe:
 def with_parts(**changes: Mapping[str, Any]) -> Recipe:
     """Return our recipe with some fields of its parts changed."""
     parts = {name: dataclasses.replace(OURS.parts[name], **own) for name, own in changes.items()}
-    return OURS.with_parts(**parts)  # type: ignore[arg-type]
+    return OURS.with_parts(**parts)
 
 
 def always(call: Call) -> bool:

@@ -1,7 +1,7 @@
 """Planted faults of every kind: each is red and named, and the table of kinds is what exists.
 
 A few are held to the drawn cases here; what the whole default check says of all of them is
-measured by ``python -m moe_parity.suites.faulty`` (docs/measurements/faults.md).
+measured by ``python -m moe_parity.suites.faulty`` (docs/measurements/planted-faults.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUITES = Path(__file__).resolve().parents[1]
 BY_NAME = {fault.name: fault for fault in FAULTS}
 QUICK = (
     "sum_m3_weightless", "gemm_tokens_not_8", "permute_m129_row_left", "quant_no_tokens_raises",
-    "align_power_of_two", "permute_257_last_lost", "sum_k_above_8", "sum_duplicate_lost",
+    "align_power_of_two", "align_past_the_end", "sum_k_above_8", "sum_duplicate_lost",
     "align_empty_expert", "permute_last_rank", "quant_scale_divided", "quant_scales_left",
 )  # fmt: skip
 """Those that drawn cases show soonest, of every stage's neighbourhood."""

@@ -84,7 +84,7 @@ def _without_padding(tensor: Tensor) -> Tensor | None:
 
 
 def extremes(noun: str, scale: Tensor, *, nan: bool = True) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name, words, scales) of subnormal, huge, zero and NaN scales that are taken for others.
+    """Yield (name, words, scales) of subnormal, huge, zero and NaN scales taken for others.
 
     ``nan``: a NaN among them is read; nobody reads those of experts without a row.
     """
