@@ -27,15 +27,21 @@ EDGES: Final = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 TOKENS: Final = tuple(edge + step for edge in EDGES for step in (-1, 0, 1))
 """Powers of two and the edges of tiles, and their neighbours."""
 EXPERTS: Final = (1, 2, 5, 8, 72, 96, 160, 256, 257, 288, 512, 1024, 1025)
+MANY: Final = (257, 1024, 1025)
+"""Experts past what a byte, a block of threads or a table of 1024 holds: drawn more often."""
 CHOICES: Final = (1, 2, 6, 8, 9, 22)
 """Experts of a token."""
 BLOCKS: Final = (3, 5, 7, 9, 15, 17, 31, 33, 36, 56, 72)
 """Blocks of 128 columns beyond the first few: models' own sizes, and no multiples of a power."""
 RAGGED: Final = (1, 8, 16, 64, 100, 120)
+NARROW: Final = 16
+"""A width of weights of which there are many."""
 GROUPS: Final = (128, 64, 32, 96, 256)
 LIMITS: Final = (None, 7.0, 9.97, 1.0, 0.5, 30.0)
 """None of what a limit could be, one that BF16 cannot hold, some that are reached."""
 RANKS: Final = (1, 2, 4, 8)
+ROUTINGS: Final = (*Routing, Routing.LAST)
+"""The last expert more often than the others: of many experts few tokens hit it by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +58,8 @@ class Size:
     """Elements of the experts' weights."""
 
 
-SMALL = Size(cost=32, work=200, elements=1 << 15, weights=1 << 20)
-LARGE = Size(cost=160, work=4000, elements=1 << 20, weights=1 << 23)
+SMALL = Size(cost=32, work=400, elements=1 << 15, weights=1 << 21)
+LARGE = Size(cost=160, work=4000, elements=1 << 20, weights=1 << 24)
 ON_GPU = Size(cost=1 << 40, work=1 << 17, elements=1 << 24, weights=1 << 27)
 
 
@@ -169,7 +175,11 @@ class _Drawing:
         wide = max(
             case.h if "h" in self.stage.reads else 1, case.i if "i" in self.stage.reads else 1
         )
-        weights = 3 * case.e * case.h * case.i if {"e", "h", "i"} <= self.stage.reads.keys() else 0
+        weights = (
+            3 * case.local_experts * case.h * case.i
+            if {"e", "h", "i"} <= self.stage.reads.keys()
+            else 0
+        )
         return (
             cost <= max(self.least, size.cost if virtual else size.work)
             and rows * wide <= size.elements
@@ -183,6 +193,8 @@ class _Drawing:
         group = self.made.group
         unit = group if "group" in self.stage.reads else BLOCK
         count = st.one_of(st.integers(1, 6), st.sampled_from(BLOCKS))
+        if self.size.work > SMALL.work and self.draw(st.booleans(), label="tall"):
+            count = st.integers(1, 2)  # room for thousands of tokens
         for word in ("h", "i"):
             if word not in self.stage.reads:
                 continue
@@ -210,16 +222,31 @@ class _Drawing:
         ranks = 1
         if "ep_size" in self.stage.reads:
             ranks = self.draw(st.sampled_from(RANKS), label="ranks")
-        few = st.integers(1, 6)
-        for e in (self.draw(st.one_of(few, st.sampled_from(EXPERTS)), label="experts"), 5):
-            whole = -(-e // ranks) * ranks
+        few = st.integers(1, 12)
+        counts = st.one_of(few, few, st.sampled_from(EXPERTS), st.sampled_from(MANY))
+        every = self.draw(st.booleans(), label="experts of every rank")
+        for e in (self.draw(counts, label="experts"), 5):
+            whole = e * ranks if every else -(-e // ranks) * ranks
             place = self.draw(st.sampled_from((0, ranks - 1, ranks // 2)), label="rank")
-            if self.keep(e=whole, ep_size=ranks, ep_rank=place) or self.keep(e=e):
+            if self.among(e=whole, ep_size=ranks, ep_rank=place) or self.among(e=e):
                 break
-        choices = st.one_of(st.integers(1, 4), st.sampled_from(CHOICES))
+        choices = st.one_of(
+            st.integers(1, 4), st.sampled_from(CHOICES), st.sampled_from(CHOICES[-2:])
+        )
         k = self.draw(choices, label="k")
         _ = self.keep(k=k) or self.keep(k=min(k, self.made.e))
-        self.try_one("routing", tuple(Routing))
+        self.try_one("routing", ROUTINGS)
+
+    def among(self, **words: Any) -> bool:
+        """Set words of experts; many experts have narrow weights, where the kernel takes them."""
+        narrow = {n: BLOCK for n in ("h", "i") if n in self.stage.reads}
+        ways: tuple[dict[str, int], ...] = (
+            {},
+            narrow,
+            narrow | {"i": NARROW},
+            narrow | {"h": NARROW},
+        )
+        return any(self.keep(**words, **way) for way in ways[: len(ways) if narrow else 1])
 
     def tokens(self) -> None:
         """Draw M up to what the size allows."""

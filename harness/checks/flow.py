@@ -65,8 +65,11 @@ def check(
     again: Memory | Verdict | None = None
     if kernel.contract.checks & {Check.WRITE_SET, Check.RERUN}:
         again = _again(kernel, case, device, made, ran)
-    yield from _exact(kernel, case, device, made, ran, power=power, again=again)
-    yield from _others(kernel, case, device, made, ran, again)
+    wrong = False
+    for verdict in _exact(kernel, case, device, made, ran, power=power, again=again):
+        wrong |= verdict.failed
+        yield verdict
+    yield from _others(kernel, case, device, made, ran, again, whole_is_right=not wrong)
 
 
 def _again(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Memory | Verdict:
@@ -189,7 +192,14 @@ def _with(verdict: Verdict, **changes: Any) -> Verdict:
 
 
 def _others(
-    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, again: Memory | Verdict | None
+    kernel: Kernel,
+    case: Case,
+    device: str,
+    inputs: Any,
+    ran: Ran,
+    again: Memory | Verdict | None,
+    *,
+    whole_is_right: bool,
 ) -> Iterator[Verdict]:
     checks = kernel.contract.checks
     cause = again.cause if isinstance(again, Memory) else None
@@ -208,7 +218,7 @@ def _others(
         if Check.RERUN in checks:
             yield rerun(kernel, again)
     if Check.ROW_SUBSET in checks:
-        verdict = row_subset(kernel, case, device, inputs, ran)
+        verdict = row_subset(kernel, case, device, inputs, ran, whole_is_right=whole_is_right)
         # what memory held explains that as well
         yield caused(verdict, cause) if verdict.failed and cause is not None else verdict
 
@@ -272,10 +282,17 @@ def _of_memory(kernel: Kernel, name: Check, cause: Cause | None, **counts: int) 
     return caused(found(name, f"{kernel.stage} of {kernel.name} {cause.words}.", **counts), cause)
 
 
-def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Verdict:
-    """Demand that some rows, called alone, keep their bits."""
+def row_subset(
+    kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran, *, whole_is_right: bool
+) -> Verdict:
+    """Demand that some rows, called alone, keep their bits.
+
+    Where the whole has the recipe's bits the rows alone have not, and why is looked for there: a
+    kernel that is wrong for 3 rows is wrong for 3 of 7.
+    """
     compared = wrong = 0
     text = reason = ""
+    why: Verdict | None = None
     for part in kernel.stage.subsets(case, inputs):
         reason = not_comparable(kernel, case, part.case, device)
         if reason:
@@ -285,6 +302,8 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
         except BROKEN as error:
             return raised(kernel, part.case, error, Check.ROW_SUBSET)
         total, bad, fault = _against_whole(kernel, part, alone, ran)
+        if fault and not text and whole_is_right:
+            why = _why_alone(kernel, part, device, alone)
         compared, wrong, text = compared + total, wrong + bad, text or fault
     if not compared:
         reason = reason or "the case has no proper subset of rows"
@@ -292,7 +311,20 @@ def row_subset(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -
     verdict = found(Check.ROW_SUBSET, text, compared=compared, differing=wrong)
     if not verdict.failed:
         return verdict
+    if why is not None:
+        return _with(
+            verdict, message=f"{why.message} Seen in rows alone: {text}",
+            cause_kind=why.cause_kind, cause=why.cause, alternatives=why.alternatives,
+        )  # fmt: skip
     return caused(verdict, Cause(kind=CauseKind.BATCH, name="depends_on_other_rows", words=text))
+
+
+def _why_alone(kernel: Kernel, part: Subset, device: str, alone: Ran) -> Verdict | None:
+    """Return the red verdict of a call of some rows that says why, or None where none does."""
+    again = _again(kernel, part.case, device, part.inputs, alone)
+    known = CauseKind.DECISION, CauseKind.MISTAKE, CauseKind.MEMORY
+    every = _exact(kernel, part.case, device, part.inputs, alone, power=False, again=again)
+    return next((v for v in every if v.failed and v.cause_kind in known), None)
 
 
 def not_comparable(kernel: Kernel, case: Case, part: Case, device: str) -> str:

@@ -28,6 +28,8 @@ from moe_parity.references.language import Case, Values, case, decisions, parse_
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.mistakes.layer import CARRIED
+from moe_parity.suites.faulty.kinds import AXES, REPORTED, Kind
+from moe_parity.suites.faulty.table import FAULTS
 from moe_parity.suites.mistaken import settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,7 @@ INLINE = re.compile(r"`((?:parity|pytest) [^`]*--[^`]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
 CHECK = ROOT / "docs/measurements/data/check-h200-2026-11-30.jsonl.xz"
+PLANTED = ROOT / "docs/measurements/data/faults.jsonl.xz"
 PRODUCTION = ROOT / "docs/measurements/data/production-h200-2026-11-29.jsonl.xz"
 
 
@@ -101,6 +104,38 @@ def mistake_table() -> str:
             carried = ", ".join(s for s in stages if name in CARRIED.get(s, ()))
             rows.append((f"`{name}`", words, ", ".join(stages), carried))
     return table("name|words|stages|carried on to a layer from", rows)
+
+
+def kind_table(kinds: tuple[Kind, ...]) -> str:
+    """List kinds of faults: the check, the suites, what plants them, or why nothing does."""
+    rows = []
+    for kind in kinds:
+        own = [fault for fault in FAULTS if kind.name in fault.kinds]
+        planted = [f"`{fault.name}` ({fault.stage})" for fault in own]
+        planted += [f"`{test}`" for test in kind.tests]
+        why = f"not expressed: {kind.reason}" if kind.reason and not planted else kind.reason
+        where = "; ".join([*filter(None, [", ".join(planted), why])])
+        checks, _, shown = kind.checks.partition(";")
+        rows.append((f"`{kind.name}`", kind.words, checks, shown.strip(), where))
+    return table("kind|what goes wrong|check|shown by|planted", rows)
+
+
+def fault_measurements() -> str:
+    """Say of each planted fault what the default check of its kernel said."""
+    lines = [json.loads(line) for line in lzma.decompress(PLANTED.read_bytes()).splitlines()]
+    rows = []
+    for fault in FAULTS:
+        own = [line for line in lines if line["name"] == fault.name]
+        seeds = [line for line in own if line["seed"] is not None]
+        for line in own:
+            if line["seed"] is None:
+                red, named = (sum(bool(x[key]) for x in seeds) for key in ("suite", "named"))
+                of = f"{red}, {named} of {len(seeds)}" if seeds else ""
+                causes = ", ".join(f"`{cause}`" for cause in line["causes"])
+                rows.append((f"`{fault.name}`", fault.stage, fault.words, line["suite"] or "none",
+                             "yes" if line["named"] else "no", causes, of))  # fmt: skip
+    head = "kernel|stage|what it does wrong|red in|named|causes|other seeds: red, named"
+    return table(head, rows)
 
 
 def word_table() -> str:
@@ -181,6 +216,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "decisions": decision_tables,
     "words": word_table,
     "mistakes": mistake_table,
+    "reported_faults": lambda: kind_table(REPORTED),
+    "fault_axes": lambda: kind_table(AXES),
+    "fault_measurements": fault_measurements,
     "kernel_measurements": kernel_measurements,
     "model_measurements": model_measurements,
     "check_measurements": check_measurements,

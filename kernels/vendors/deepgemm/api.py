@@ -151,6 +151,10 @@ def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> No
             )
     for name in ("w", "w_scale"):
         demand_contiguous(wanted[name][0], f"DeepGEMM: {name}")
+        # Of a single expert torch does not ask how far the next one would be; DeepGEMM does.
+        block = wanted[name][0].shape[-2] * wanted[name][0].shape[-1]
+        if w.dim() == 3 and wanted[name][0].stride(0) != block:
+            raise ParityError(f"DeepGEMM: {name} must have its experts one after the other.")
     for name in ("a", "a_scale", "w"):
         # TMA reads them, the scales where their strides suit it.
         demand_aligned(wanted[name][0], f"DeepGEMM: {name}")

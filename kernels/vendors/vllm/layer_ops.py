@@ -21,6 +21,7 @@ from moe_parity.references.language import (
     ScaleLayout,
 )
 from moe_parity.references.recipes.vllm import VLLM_CLAMPED_SCALAR, VLLM_TRITON
+from moe_parity.references.stages.routing import place
 
 
 def _arguments(op: Any) -> int:
@@ -127,8 +128,10 @@ def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:
     expert, rows = inputs.expert, inputs.rows.shape[0]
     # Looking for the largest count waits for the GPU: where there is room, room for any count.
     tallest = (rows if experts * rows <= ROOM else int(inputs.counts.max())) + 3
-    start = (inputs.counts.cumsum(0) - inputs.counts).long()
-    row = torch.arange(expert.numel(), device=expert.device) - start[expert]
+    # Rows of nobody may lie between the others; they go where no expert looks.
+    placed, owned = place(expert, experts, 1), expert >= 0
+    expert = expert.clamp(min=0)
+    row = torch.where(owned, placed.slot - placed.starts[expert], tallest - 1)
     shape = (experts, tallest, 2 * width)
     y = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=expert.device)
     y[expert, row] = inputs.rows

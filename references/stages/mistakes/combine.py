@@ -208,8 +208,17 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
     masks += [
         ("pair_lost", f"all but the first {count} pairs of each token left out",
          owned & (slot < count))
-        for count in (2, 4)
+        for count in (2, 4, 8, 16)
     ]  # fmt: skip
+    masks += [
+        (name, words, owned & ~mask.view(owned.shape))
+        for name, words, mask in routing.past_of_expert(given.expert)
+    ]
+    masks += [
+        ("expert_lost", f"the pairs of experts from {power} on left out", owned & (expert < power))
+        for power in routing.powers_below(given.experts)
+        if power > ONES
+    ]
     if given.experts <= ONES:
         masks += [
             ("expert_lost", f"the pairs of expert {one} left out", owned & (expert != one))
@@ -222,7 +231,7 @@ def _of_pairs(summing: Sum) -> Iterator[Mistake]:
     rows = given.rows
     moves = (
         ("rows_transposed", "rows taken from [k, M] memory",
-         rows.reshape(k, tokens, -1).transpose(0, 1)),
+         rows.reshape(k, tokens, rows.shape[2]).transpose(0, 1)),
         ("rows_transposed", "rows of a [k, M] tensor", rows.transpose(0, 1).reshape(rows.shape)),
         ("row_of_neighbour", "the rows of the next token", rows.roll(-1, 0)),
         ("row_of_neighbour", "the rows of the previous token", rows.roll(1, 0)),

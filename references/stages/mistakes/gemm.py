@@ -136,6 +136,12 @@ def _of_experts(gemm: Gemm) -> Iterator[Mistake]:
     ):
         local = name not in ("expert_of_neighbour", "expert_of_tile")
         yield Mistake(name=name, words=words, outputs=gemm.of(expert=expert), local=local)
+    for power in routing.powers_below(experts):
+        cut = torch.where(owned, given.expert % power, -1)
+        if bool((cut != given.expert).any()):
+            yield Mistake(
+                name="expert_cut", words=f"experts modulo {power}", outputs=gemm.of(expert=cut)
+            )
     for side, moved, _ in shifts(given.w, 0):
         yield Mistake(
             name="wrong_expert", words=f"the codes of the {side} expert's weights, its own scales,",

@@ -26,6 +26,11 @@ TILES = (16, 32, 64)
 def of_scales(gemm: Gemm, *, gated: bool) -> Iterator[Mistake]:
     """Yield what may be wrong with the scales of a GEMM."""
     a, w = gemm.inputs.a_scale, gemm.inputs.w_scale
+    of_weights = {wrong[:2]: wrong[2] for wrong in extremes("operands", w, nan=False)}
+    for name, words, other in extremes("operands", a, nan=False):
+        if (name, words) in of_weights:  # what reads a scale wrongly does so on either side
+            both = gemm.scaled(a_scale=other, w_scale=of_weights[name, words])
+            yield Mistake(name=name, words=words, outputs=both)
     yield from _of_operand("activations", a, lambda scale: gemm.scaled(a_scale=scale), alone=False)
     yield from _of_operand("weights", w, lambda scale: gemm.scaled(w_scale=scale), alone=True)
     yield Mistake(

@@ -70,6 +70,11 @@ def _readings(
     if tensor.storage_offset():
         start = tensor.as_strided(tensor.shape, tensor.stride(), 0).clone()
         yield "offset_ignored", f"{noun} read from the start of their storage", start
+    past = tensor.data_ptr() % 16 // tensor.element_size()
+    if 0 < past <= tensor.storage_offset():
+        place = tensor.storage_offset() - past
+        below = tensor.as_strided(tensor.shape, tensor.stride(), place).clone()
+        yield "offset_ignored", f"{noun} read from the multiple of 16 bytes below", below
 
 
 def misread_offsets(
@@ -113,7 +118,7 @@ def _without_padding(tensor: Tensor) -> Tensor | None:
 
 
 def extremes(noun: str, scale: Tensor, *, nan: bool = True) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name, words, scales) of subnormal and NaN scales that are taken for others.
+    """Yield (name, words, scales) of subnormal, huge, zero and NaN scales taken for others.
 
     ``nan``: a NaN among them is read; nobody reads those of experts without a row.
     """
@@ -131,9 +136,22 @@ def extremes(noun: str, scale: Tensor, *, nan: bool = True) -> Iterator[tuple[st
         if bool((bits == 0x00400000).any()):
             lowest = torch.where(bits == 0x00400000, 2.0**-126, scale)
             yield "scale_exponent_clamped", f"2^-126 for the {noun}' scales of 2^-127", lowest
+    huge = scale >= 2.0**127
+    if bool(huge.any()):
+        yield (
+            "scale_exponent_clamped", f"the exponent bytes of the {noun}' scales at most 253",
+            torch.where(huge, 2.0**126, scale),
+        )  # fmt: skip
+    zero = scale == 0
+    if bool(zero.any()):
+        yield (
+            "zero_scale_lost", f"one for zero among the scales of the {noun}",
+            torch.where(zero, 1.0, scale),
+        )  # fmt: skip
     lost = torch.isnan(scale)
     if nan and bool(lost.any()):
-        for words, value in (("2^127", 2.0**127), ("infinity", float("inf")), ("zero", 0.0)):
+        taken = (("2^127", 2.0**127), ("infinity", float("inf")), ("zero", 0.0), ("one", 1.0))
+        for words, value in taken:
             yield (
                 "nan_scale_lost", f"{words} for NaN among the scales of the {noun}",
                 torch.where(lost, value, scale),

@@ -63,7 +63,9 @@ def _lost(inputs: RoutedRows) -> Wrong:
         *(("pair_lost", f"the pairs of tokens from {token} on left out", pair // k >= token)
           for token in (32, 33, 64, 65)),
         *(("expert_lost", f"the pairs of experts from {power} on left out", expert >= power)
-          for power in powers_below(inputs.experts)),
+          for power in routing.powers_below(inputs.experts)),
+        *routing.past_of_k(pair, k),
+        *routing.past_of_expert(expert),
     )  # fmt: skip
     for name, words, mask in masks:
         yield name, words, torch.where(mask, -1, expert)
@@ -104,14 +106,9 @@ def _foreign(inputs: RoutedRows) -> Wrong:
 def _taken(inputs: RoutedRows) -> Wrong:
     """Yield pairs given to other experts."""
     yield from routing.wrong_experts(inputs.expert, inputs.ids, inputs.experts, " taken")
-    for power in powers_below(inputs.experts):
+    for power in routing.powers_below(inputs.experts):
         cut = torch.where(inputs.expert < 0, -1, inputs.expert % power)
         yield "expert_cut", f"experts modulo {power}", cut
-
-
-def powers_below(experts: int) -> list[int]:
-    """Return the powers of two from 2 on that are less than the number of experts."""
-    return [1 << bit for bit in range(1, experts.bit_length()) if 1 << bit < experts]
 
 
 # --- alignment ----------------------------------------------------------------------------------

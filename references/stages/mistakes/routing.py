@@ -9,6 +9,8 @@ from torch import Tensor
 
 FEW = 8
 """Experts up to which each is tried for all of the others."""
+ROOM = (16, 32, 64, 128, 256)
+"""Pairs of an expert that a tile, a warp or a buffer of fixed size holds."""
 
 
 def wrong_experts(
@@ -54,6 +56,31 @@ def wrong_experts(
             yield name, words, made
 
 
+def powers_below(experts: int) -> list[int]:
+    """Return the powers of two from 2 on that are less than the number of experts."""
+    return [1 << bit for bit in range(1, experts.bit_length()) if 1 << bit < experts]
+
+
+def past_of_k(pairs: Tensor, k: int) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, words, mask of pairs) for a kernel that has room for some of a token's pairs."""
+    for room in (4, 8, 16):
+        if room < k:
+            yield (
+                "pair_lost",
+                f"the pairs of a token past the first {room} left out",
+                (pairs % k >= room),
+            )
+
+
+def past_of_expert(expert: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, words, mask of pairs) for a kernel that has room for some of an expert's."""
+    rank = rank_of(expert)
+    for room in ROOM:
+        past = (rank >= room) & (expert >= 0)
+        if bool(past.any()):
+            yield "pair_lost", f"the pairs of an expert past the first {room} left out", past
+
+
 def wrong_rows(source: Tensor, tokens: int, k: int) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (name, words, whose row each pair takes); ``source`` int64 [P] is right, of k ids."""
     if tokens < 2:
@@ -96,7 +123,7 @@ def rank_of(expert: Tensor) -> Tensor:
 def second_ones(ids: Tensor, owned: Tensor) -> Tensor:
     """Return a mask [P] of owned pairs whose token takes the same expert once more before them."""
     same = ids[:, :, None] == ids[:, None, :]
-    before = torch.ones_like(same[0]).tril(-1)
+    before = torch.ones(same.shape[1:], dtype=torch.bool, device=ids.device).tril(-1)
     return (same & before).any(2).flatten() & owned
 
 
