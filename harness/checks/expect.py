@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.cases.grid import labels
 from moe_parity.harness.cases.sequences import base_of, batched, sequences
-from moe_parity.harness.checks.flow import check, overran
+from moe_parity.harness.cases.sweep import swept
+from moe_parity.harness.checks.flow import bits, check, overran
 from moe_parity.harness.checks.invariance import invariance
 from moe_parity.harness.checks.sequence import sequence
 from moe_parity.harness.checks.verdict import Verdict
@@ -82,6 +83,33 @@ def expect_calls(
     else:
         verdicts = invariance(kernel, case, device)
     record(kernel, case, device, verdicts, recorder)
+
+
+def expect_sizes(
+    kernel: Kernel, device: str, recorder: Recorder, *, drawn: int, seed: int = 0
+) -> None:
+    """Demand the bits of the recipe at every size that a kernel may choose by.
+
+    ``drawn`` is how many cases a run draws for a kernel, by which the budget of the virtual GPU
+    grows.  One record where all sizes are right, and one of the first that is not.
+    """
+    __tracebackhide__ = True
+    cases = swept(kernel, device, drawn, seed)
+    if not cases:
+        reason = kernel.why_not(next(iter(kernel.stage.witness_cases())), device)
+        skip_test(reason or Skip(Why.UNSUPPORTED, f"{kernel.name} takes no small case here."))
+    needs(kernel, cases[0], device)
+    compared, verdict = 0, None
+    for case in cases:
+        current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
+        verdict = bits(kernel, case, device)
+        if verdict.failed:
+            break
+        compared += verdict.compared
+    assert verdict is not None
+    if not verdict.failed:
+        verdict = dataclasses.replace(verdict, compared=compared)
+    record(kernel, case, device, [verdict], recorder)
 
 
 def record(

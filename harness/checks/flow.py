@@ -69,6 +69,26 @@ def check(
     yield from _others(kernel, case, device, made, ran, again)
 
 
+def bits(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> Verdict:
+    """Call a kernel on a case and return the verdict of its bits alone, of the last output.
+
+    Everything else of the contract is what ``check`` is for, at the cost of more calls.
+    """
+    made = kernel.stage.inputs(case, device) if inputs is None else inputs
+    try:
+        recipes = kernel.recipes(case, device)
+        ran = run(kernel, case, made)
+    except BROKEN as error:
+        refusal = isinstance(error, ParityError) and not isinstance(error, BadCall)
+        if refusal and kernel.stage.may_be_refused(case):
+            return Verdict(check=Check.EXACT, verdict="skip", reason=f"refused: {first_line(error)}")
+        return raised(kernel, case, error)
+    got = ran.outputs
+    seen = {list(got)[-1]: list(got.values())[-1]} if kernel.stage.partial else got
+    judged = Judged(who=kernel.name, stage=kernel.stage, case=case, inputs=made, got=seen)
+    return exact(judged, recipes, check=Check.EXACT, power=False)
+
+
 def _again(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Memory | Verdict:
     """Call a second time: on other memory, and on the virtual GPU in another order of programs."""
     try:
