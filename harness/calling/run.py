@@ -55,7 +55,10 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     kept = _Kept(handed)
     names = kernel.stage.outputs(case, inputs)
     new = PoisonedAllocator(device=str(device), poison=poison, names=names)
-    call = Call(case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=new)
+    call = Call(
+        case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=new,
+        config=kernel.config(case, device.type),
+    )  # fmt: skip
     try:
         with settings_kept(), watched(kernel, device.type), OwnMemory(poison) as own:
             returned = finished(kernel.run(call))

@@ -113,7 +113,7 @@ def _arithmetic(kernel: Kernel, case: Case) -> int:
     if {"e", "h", "i"} <= reads.keys():
         return rows * 3 * case.h * case.i + case.e * case.h * case.i // 4
     columns = max(case.h if "h" in reads else 1, case.i if "i" in reads else 1)
-    return rows * columns * 8 if "m" in reads else case.h * case.i * 8
+    return rows * columns * 16 if "m" in reads else case.h * case.i * 16
 
 
 def _runs(kernel: Kernel, case: Case, device: str) -> bool:

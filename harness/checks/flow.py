@@ -35,6 +35,10 @@ BROKEN = (Exception, SystemExit)
 """What a kernel raises to be red; an interrupt and pytest's own outcomes pass through."""
 
 
+NOT_DISPATCHED = ("0 active drivers", "cannot be accessed from Triton (cpu tensor?)")
+"""What Triton says of a launch on CPU tensors, without a GPU and with one."""
+
+
 def check(
     kernel: Kernel, case: Case, device: str, *, inputs: Any = None, power: bool = False
 ) -> Iterator[Verdict]:
@@ -135,6 +139,12 @@ def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.E
     if not isinstance(error, BadOutput):
         text = f"{type(error).__name__}: {text}"
         place = _place(kernel, error)
+    if any(words in text for words in NOT_DISPATCHED):
+        place += (
+            ": a Triton kernel was launched as kernel[grid](...) on CPU tensors; launch it with "
+            "moe_parity.kernels.virtual_gpu.dispatch(kernel, grid, ...), and register it with "
+            "triton=True"
+        )
     verdict = found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
     what = "bad_output" if isinstance(error, BadOutput) else type(error).__name__
     return caused(verdict, Cause(kind=CauseKind.CALL, name=what, words=text))
