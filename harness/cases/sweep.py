@@ -30,10 +30,11 @@ ROUND = (*range(100, 1000, 100), *range(1000, 4001, 500), 5000, 6000, 8000, 1000
 EDGES = {*TOKENS, *ROUND, 8191, 8192, 8193} - {*FEW}
 """Both sides of every edge, and what people ask for."""
 
-VIRTUAL_COST = 1.5
-"""Cost on the virtual GPU that all sizes may have together, for each case that a run draws."""
-ONE_CALL = 64
-"""Of which one call may have so much."""
+VIRTUAL_SHARE = 30
+"""The virtual GPU's budget is the square of the cases that a run draws over this: a look where all
+kernels are checked, most of the sizes where one was named."""
+ONE_CALL = (24, 260)
+"""A fifth of it is what one call may have, but at least and at most so much."""
 WORK = {"cpu": 3 << 26, "cuda": 1 << 34}
 """Device type -> about how many multiply-adds the references of all sizes may take, of each kind;
 a quarter of them for one call."""
@@ -57,8 +58,9 @@ def swept(kernel: Kernel, device: str, drawn: int, seed: int = 0) -> list[Case]:
     virtual = kernel.runs_on(device) == "virtual_gpu"
     kinds = [_rows(base, kernel, seed), _choices(base, kernel), _widths(base, kernel, seed)]
     if virtual:
-        cost = kernel.cost
-        return _taken(kernel, device, _in_turn(kinds), cost, (VIRTUAL_COST * drawn, ONE_CALL, 16))
+        total = drawn * drawn / VIRTUAL_SHARE
+        most = min(max(total / 5, ONE_CALL[0]), ONE_CALL[1])
+        return _taken(kernel, device, _in_turn(kinds), kernel.cost, (total, most, 16))
     total = WORK[device]
     limits = (total, total // 4, total // 128)
     taken = [_taken(kernel, device, kind, partial(_work, kernel), limits) for kind in kinds]
