@@ -158,7 +158,6 @@ def _follows(
     name: str, stage: Stage[Any], recipes: Callable[..., Any], configs: ConfigsOf
 ) -> RecipesOf:
     """Return ``recipes`` with its answer checked; it raises ParityError for no recipes at all."""
-
     try:
         by_config = len(inspect.signature(recipes).parameters) == 3
     except (TypeError, ValueError):

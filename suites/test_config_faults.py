@@ -201,7 +201,7 @@ def test_the_wrong_configuration_of_a_swiglu_is_named_and_reproduced(
         assert reproduce([line], 0, "cpu", config="many") == 1
         assert reproduce([line], 0, "cpu", config="0") == 0
         assert reproduce([line], 0, "cpu") == 0
-        with pytest.raises(ParityError, match="no configuration 'none' .* it has few, many"):
+        with pytest.raises(ParityError, match=r"no configuration 'none' .* it has few, many"):
             reproduce([line], 0, "cpu", config="none")
         capsys.readouterr()
     finally:

@@ -225,7 +225,8 @@ class _Drawing:
         # a bucket first, then what is in it: of all numbers most would be in the last bucket
         inside = [st.integers(low + 1, min(high, most)) for low, high in BUCKETS if low < most]
         drawn = st.one_of(
-            st.integers(0, min(40, most)), st.sampled_from(edges),
+            st.integers(0, min(40, most)),
+            st.sampled_from(edges),
             st.sampled_from(inside or [st.just(0)]).flatmap(lambda bucket: bucket),
         )
         m = self.draw(drawn, label="m")

@@ -20,7 +20,28 @@ from moe_parity.kernels import Kernel
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case, Values
 
-INSIDE = (1, 3, 2, 6, 12, 20, 28, 40, 56, 80, 112, 160, 224, 320, 448, 640, 896, 1280, 1792, 2560)
+INSIDE: tuple[int, ...] = (
+    1,
+    3,
+    2,
+    6,
+    12,
+    20,
+    28,
+    40,
+    56,
+    80,
+    112,
+    160,
+    224,
+    320,
+    448,
+    640,
+    896,
+    1280,
+    1792,
+    2560,
+)
 INSIDE += (3584, 5120, 7168, 12288)
 """Row counts inside every bucket between powers of two, and between these and their middles: no
 edge, and no power."""
@@ -38,6 +59,8 @@ ONE_CALL = (24, 260)
 WORK = {"cpu": 3 << 26, "cuda": 1 << 34}
 """Device type -> about how many multiply-adds the references of all sizes may take, of each kind;
 a quarter of them for one call."""
+NAMED = 200
+"""Drawn cases from which on the references have all of that."""
 WEIGHTS = 1 << 24
 """Elements of the experts' weights."""
 CALL = 1 << 17
@@ -61,7 +84,7 @@ def swept(kernel: Kernel, device: str, drawn: int, seed: int = 0) -> list[Case]:
         total = drawn * drawn / VIRTUAL_SHARE
         most = min(max(total / 5, ONE_CALL[0]), ONE_CALL[1])
         return _taken(kernel, device, _in_turn(kinds), kernel.cost, (total, most, 16))
-    total = WORK[device]
+    total = WORK[device] * min(drawn, NAMED) // NAMED
     limits = (total, total // 4, total // 128)
     taken = [_taken(kernel, device, kind, partial(_work, kernel), limits) for kind in kinds]
     return _in_formats(kernel, device, chain.from_iterable(taken))
@@ -98,7 +121,7 @@ def _narrow(case: Case, kernel: Kernel) -> Iterator[Case]:
     for word in ("i", "h"):
         for width in (16, BLOCK):
             if word in kernel.stage.reads and getattr(case, word) > width:
-                yield dataclasses.replace(case, **{word: width})
+                yield widened(case, word, width)
 
 
 def _work(kernel: Kernel, case: Case) -> int:
@@ -141,6 +164,11 @@ def _dense(base: Case, kernel: Kernel) -> Case:
     return base
 
 
+def widened(case: Case, word: str, width: int) -> Case:
+    """Return a case with another width, whose word is ``h`` or ``i``."""
+    return dataclasses.replace(case, h=width) if word == "h" else dataclasses.replace(case, i=width)
+
+
 def _choices(base: Case, kernel: Kernel) -> list[Case]:
     """Return the case with any experts and any choices of them, the largest first."""
     reads = kernel.stage.reads
@@ -169,9 +197,9 @@ def _widths(base: Case, kernel: Kernel, seed: int) -> list[Case]:
     odd = [n for n in range(1, WIDEST + 1) if n % 2]
     first = (33, 71, 17, 9, 5)
     rest = _turned([n for n in odd if n not in first], seed)
-    rest += _turned([n for n in range(2, WIDEST + 1, 2)], seed)
+    rest += _turned(list(range(2, WIDEST + 1, 2)), seed)
     words = [word for word in ("h", "i") if word in kernel.stage.reads]
-    return [dataclasses.replace(small, **{w: BLOCK * n}) for n in (*first, *rest) for w in words]
+    return [widened(small, w, BLOCK * n) for n in (*first, *rest) for w in words]
 
 
 def _turned(values: list[int], seed: int) -> list[int]:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from moe_parity.harness.calling.run import run
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.cases.sequences import base_of, with_rows
+from moe_parity.harness.cases.sweep import widened
 from moe_parity.harness.checks.flow import BROKEN, bits
 from moe_parity.harness.checks.verdict import Verdict, found
 from moe_parity.kernels import Kernel
@@ -77,7 +78,9 @@ def chosen_by(
         ) or wanted == str(n):  # fmt: skip
             return one.chosen()
     names = ", ".join(one.name for one in known) or "one only"
-    raise ParityError(f"{kernel.name} has no configuration {wanted!r} on {case.id}; it has {names}.")
+    raise ParityError(
+        f"{kernel.name} has no configuration {wanted!r} on {case.id}; it has {names}."
+    )
 
 
 def edges(kernel: Kernel, device: str, seed: int = 0) -> list[Case]:
@@ -93,7 +96,7 @@ def edges(kernel: Kernel, device: str, seed: int = 0) -> list[Case]:
     found: list[Case] = []
     for n, rows in enumerate((*[few] * len(columns), *ROWS)):
         small = with_rows(base, word, rows)
-        wide = dataclasses.replace(small, **{columns[n % len(columns)]: WIDE})
+        wide = widened(small, columns[n % len(columns)], WIDE)
         tried = [dataclasses.replace(wide, values=Values.AIMED), wide, small]
         case = next((one for one in tried if _fits(kernel, one, device, left / count)), None)
         if case is not None and case not in found:

@@ -85,7 +85,9 @@ def bits(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> Verdict
     except BROKEN as error:
         refusal = isinstance(error, ParityError) and not isinstance(error, BadCall)
         if refusal and kernel.stage.may_be_refused(case):
-            return Verdict(check=Check.EXACT, verdict="skip", reason=f"refused: {first_line(error)}")
+            return Verdict(
+                check=Check.EXACT, verdict="skip", reason=f"refused: {first_line(error)}"
+            )
         return raised(kernel, case, error)
     got = ran.outputs
     seen = {list(got)[-1]: list(got.values())[-1]} if kernel.stage.partial else got
