@@ -123,7 +123,8 @@ def test_the_wrong_configuration_of_a_quantizer_is_named():
 
 def test_a_kernel_with_one_configuration_is_skipped_with_that_reason():
     for one in (quantizer(tuned(quant_kernels.act_quant_kernel, Config({"ROWS": 16}))),
-                kernel_of("act_quant", right)):  # fmt: skip
+                kernel_of("act_quant", right),
+                kernel_of("align", right, recipes="no_rounding")):  # fmt: skip
         verdict = judged(one)[0]
         assert (verdict.verdict, verdict.reason) == ("skip", "it has one configuration")
 

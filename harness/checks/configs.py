@@ -94,9 +94,9 @@ def edges(kernel: Kernel, device: str, seed: int = 0) -> list[Case]:
     columns = [one for one in ("h", "i") if one in kernel.stage.sizes and one != word]
     count, left = max(len(kernel.configs(base, device)), 1), float(COST)
     found: list[Case] = []
-    for n, rows in enumerate((*[few] * len(columns), *ROWS)):
+    for n, rows in enumerate((*[few] * max(len(columns), 1), *ROWS)):
         small = with_rows(base, word, rows)
-        wide = widened(small, columns[n % len(columns)], WIDE)
+        wide = widened(small, columns[n % len(columns)], WIDE) if columns else small
         tried = [dataclasses.replace(wide, values=Values.AIMED), wide, small]
         case = next((one for one in tried if _fits(kernel, one, device, left / count)), None)
         if case is not None and case not in found:
