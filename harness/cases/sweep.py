@@ -83,8 +83,8 @@ def swept(kernel: Kernel, device: str, drawn: int, seed: int = 0) -> list[Case]:
     if virtual:
         total = drawn * drawn / VIRTUAL_SHARE
         most = min(max(total / 5, ONE_CALL[0]), ONE_CALL[1])
-        taken = _taken(kernel, device, _in_turn(kinds), kernel.cost, (total, most, 16))
-        return taken or [base]
+        affordable = _taken(kernel, device, _in_turn(kinds), kernel.cost, (total, most, 16))
+        return affordable or [base]
     total = WORK[device] * min(drawn, NAMED) // NAMED
     limits = (total, total // 4, total // 128)
     taken = [_taken(kernel, device, kind, partial(_work, kernel), limits) for kind in kinds]
