@@ -43,6 +43,8 @@ class Call:
     stage: Stage[Any]
     inputs: Any
     allocate: Allocator
+    config: Any = None
+    """The configuration to take, of those that the kernel registered; None where it has none."""
 
     @cached_property
     def outputs(self) -> Mapping[str, Output]:

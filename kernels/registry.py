@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from moe_parity.kernels.call import Call
+from moe_parity.kernels.choice import chosen
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Contract, Recipe, Skip, Stage, Why
 from moe_parity.references.recipes import ALL, recipe_named
@@ -39,7 +40,10 @@ BUILTIN = ("ours", "vendors.deepgemm", "vendors.vllm")
 ENTRY_POINTS = "moe_parity.kernels"
 Run = Callable[[Call], Any]
 RecipesOf = Callable[[Case, str], tuple[Recipe, ...]]
+RecipesBy = Callable[[Case, str, Any], tuple[Recipe, ...]]
+"""The same, of a configuration."""
 Supports = Callable[[Case, str], Skip | str | None]
+ConfigsOf = Callable[[Case, str], Mapping[str, Any]]
 Cost = Callable[[Case], int]
 Available = Callable[[], Skip | str | None]
 Versions = Callable[[], Mapping[str, str]]
@@ -68,6 +72,15 @@ class Kernel:
     """The versions of the package that it belongs to, for provenance."""
     cost: Cost
     """About how many programs, times blocks of K, a call costs the virtual GPU."""
+    configs: ConfigsOf
+    """(case, device type) -> its configurations by name, the first by default; often none."""
+
+    def config(self, case: Case, device: str) -> Any:
+        """Return the configuration of a call: the chosen one, else the first, else None.
+
+        Raises ParityError, listing those that there are, for a name that the case does not have.
+        """
+        return _picked(self.name, self.configs, case, device)
 
     def runs_on(self, device: str) -> str:
         """Return where a device type runs it: cpu, virtual_gpu or cuda."""
@@ -111,11 +124,48 @@ def _unavailable(ask: Available) -> Callable[[], Skip | None]:
     return safe
 
 
-def _follows(name: str, stage: Stage[Any], recipes: RecipesOf) -> RecipesOf:
+def _picked(name: str, configs: ConfigsOf, case: Case, device: str) -> Any:
+    known = configs(case, device)
+    choice = chosen()
+    wanted = choice.registered if choice is not None else None
+    if wanted is None:
+        return next(iter(known.values()), None)
+    if wanted not in known:
+        raise ParityError(
+            f"{name} has no configuration {wanted!r} on {case.id}; it has "
+            f"{', '.join(known) or 'none'}."
+        )
+    return known[wanted]
+
+
+def _configs(name: str, configs: object) -> ConfigsOf:
+    """Return configurations as a function; raises ParityError for what are none."""
+
+    def checked(case: Case, device: str) -> Mapping[str, Any]:
+        found = configs(case, device) if callable(configs) else configs
+        if not isinstance(found, Mapping) or not all(isinstance(n, str) and n for n in found):
+            raise ParityError(f"kernel {name}: configs must map names to anything, got {found!r}.")
+        return found
+
+    if configs is None:
+        return lambda case, device: {}
+    if not callable(configs):
+        checked(Case(), "cpu")
+    return checked
+
+
+def _follows(
+    name: str, stage: Stage[Any], recipes: Callable[..., Any], configs: ConfigsOf
+) -> RecipesOf:
     """Return ``recipes`` with its answer checked; it raises ParityError for no recipes at all."""
+    try:
+        by_config = len(inspect.signature(recipes).parameters) == 3
+    except (TypeError, ValueError):
+        by_config = False
 
     def checked(case: Case, device: str) -> tuple[Recipe, ...]:
-        found = recipes(case, device)
+        asked = (_picked(name, configs, case, device),) if by_config else ()
+        found = recipes(case, device, *asked)
         several = isinstance(found, tuple | list) and found
         if not several or not all(isinstance(recipe, Recipe) for recipe in found):
             raise ParityError(
@@ -140,7 +190,7 @@ def register(
     name: str,
     *,
     stage: Stage[Any] | str,
-    recipes: str | Recipe | RecipesOf,
+    recipes: str | Recipe | RecipesOf | RecipesBy,
     supports: Supports | None = None,
     unavailable: Available | None = None,
     contract: Contract | None = None,
@@ -149,10 +199,13 @@ def register(
     note: str = "",
     versions: Versions | None = None,
     cost: Cost | None = None,
+    configs: Mapping[str, Any] | ConfigsOf | None = None,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
-    ``recipes`` is a recipe, the name of one, or a function of (case, device type).  ``supports``
+    ``recipes`` is a recipe, the name of one, or a function of (case, device type), and of the
+    configuration if it takes three arguments.  ``configs`` are configurations by name, or a
+    function of (case, device type) that returns them: ``call.config`` is one of them.  ``supports``
     and ``unavailable`` return None, or why not: a sentence or a :class:`Skip`.  ``triton`` says
     that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``),
     ``needs_gpu`` that only a GPU does; ``cost`` counts the programs of a case where they are not
@@ -169,10 +222,11 @@ def register(
     for word, ask in (("supports", supports), ("unavailable", unavailable)):
         if ask is not None and not callable(ask):
             raise ParityError(f"kernel {name}: {word} must be a function, got {ask!r}.")
+    configs_of = _configs(name, configs)
     if callable(recipes) and not isinstance(recipes, type):
-        chosen = _follows(name, owner, recipes)
+        follows = _follows(name, owner, recipes, configs_of)
     else:
-        chosen = _fixed(name, owner, recipes)
+        follows = _fixed(name, owner, recipes)
 
     def decorate(run: Run) -> Run:
         code = getattr(inspect.unwrap(run), "__code__", None)
@@ -186,7 +240,7 @@ def register(
             name=name,
             stage=owner,
             run=run,
-            recipes=chosen,
+            recipes=follows,
             supports=lambda case, device: Skip.of(supports(case, device) if supports else None),
             unavailable=_unavailable(unavailable or (lambda: None)),
             contract=contract or Contract(),
@@ -195,6 +249,7 @@ def register(
             needs_gpu=needs_gpu,
             versions=versions or dict,
             cost=cost or owner.cost,
+            configs=configs_of,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )
         return run

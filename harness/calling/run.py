@@ -61,7 +61,10 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
     kept = _Kept(handed)
     names = kernel.stage.outputs(case, inputs)
     new = PoisonedAllocator(device=str(device), poison=poison, names=names)
-    call = Call(case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=new)
+    call = Call(
+        case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=new,
+        config=kernel.config(case, device.type),
+    )  # fmt: skip
     call.outputs  # noqa: B018  once: the inputs' memory may hold something else later
     try:
         with settings_kept(), watched(kernel, device.type), OwnMemory(poison) as own:

@@ -26,6 +26,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 EDGES: Final = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 TOKENS: Final = tuple(edge + step for edge in EDGES for step in (-1, 0, 1))
 """Powers of two and the edges of tiles, and their neighbours."""
+BUCKETS: Final = tuple(itertools.pairwise((40, *(edge for edge in EDGES if edge > 40), 1 << 14)))
+"""Between which numbers of tokens a kernel may take one tile or path."""
 EXPERTS: Final = (1, 2, 5, 8, 72, 96, 160, 256, 257, 288, 512, 1024, 1025)
 MANY: Final = (257, 1024, 1025)
 """Experts past what a byte, a block of threads or a table of 1024 holds: drawn more often."""
@@ -33,6 +35,8 @@ CHOICES: Final = (1, 2, 6, 8, 9, 22)
 """Experts of a token."""
 BLOCKS: Final = (3, 5, 7, 9, 15, 17, 31, 33, 36, 56, 72)
 """Blocks of 128 columns beyond the first few: models' own sizes, and no multiples of a power."""
+WIDEST: Final = 72
+"""Blocks up to which any number of them is drawn."""
 RAGGED: Final = (1, 8, 16, 64, 100, 120)
 NARROW: Final = 16
 """A width of weights of which there are many."""
@@ -192,7 +196,7 @@ class _Drawing:
         self.made = self.replaced(**{w: BLOCK for w in ("h", "i") if w in self.stage.reads})
         group = self.made.group
         unit = group if "group" in self.stage.reads else BLOCK
-        count = st.one_of(st.integers(1, 6), st.sampled_from(BLOCKS))
+        count = st.one_of(st.integers(1, 6), st.sampled_from(BLOCKS), st.integers(7, WIDEST))
         if self.size.work > SMALL.work and self.draw(st.booleans(), label="tall"):
             count = st.integers(1, 2)  # room for thousands of tokens
         for word in ("h", "i"):
@@ -254,8 +258,12 @@ class _Drawing:
             return
         most = self.most()
         edges = [m for m in TOKENS if m <= most] or [0]
+        # a bucket first, then what is in it: of all numbers most would be in the last bucket
+        inside = [st.integers(low + 1, min(high, most)) for low, high in BUCKETS if low < most]
         drawn = st.one_of(
-            st.integers(0, min(40, most)), st.sampled_from(edges), st.integers(0, most)
+            st.integers(0, min(40, most)),
+            st.sampled_from(edges),
+            st.sampled_from(inside or [st.just(0)]).flatmap(lambda bucket: bucket),
         )
         m = self.draw(drawn, label="m")
         _ = self.keep(m=m) or self.keep(m=-(-m // BLOCK) * BLOCK)

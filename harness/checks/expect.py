@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.cases.grid import labels
 from moe_parity.harness.cases.sequences import base_of, batched, sequences
-from moe_parity.harness.checks.flow import check, overran
+from moe_parity.harness.cases.sweep import swept
+from moe_parity.harness.checks.configs import configs, edges
+from moe_parity.harness.checks.flow import bits, check, overran
 from moe_parity.harness.checks.invariance import invariance
 from moe_parity.harness.checks.sequence import sequence
 from moe_parity.harness.checks.verdict import Verdict
@@ -84,6 +86,64 @@ def expect_calls(
     record(kernel, case, device, verdicts, recorder)
 
 
+def expect_configs(kernel: Kernel, device: str, recorder: Recorder, *, seed: int = 0) -> None:
+    """Hold every configuration of a kernel to the bits of a recipe, on small cases of its own.
+
+    Skips with a reason where there is one configuration, or fails with the first red verdict.
+    """
+    __tracebackhide__ = True
+    if Check.CONFIGS not in kernel.contract.checks:
+        skip_test(Skip(Why.UNSUPPORTED, f"{kernel.name} does not promise {Check.CONFIGS}."))
+    cases = edges(kernel, device, seed)
+    if not cases:
+        reason = kernel.why_not(next(iter(kernel.stage.witness_cases())), device)
+        skip_test(reason or Skip(Why.UNSUPPORTED, f"{kernel.name} takes no small case here."))
+    needs(kernel, cases[0], device)
+    failed: AssertionError | None = None
+    several = False
+    for case in cases:
+        current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
+        verdicts = list(configs(kernel, case, device))
+        if verdicts[0].verdict == "skip":
+            break
+        several = True
+        try:
+            record(kernel, case, device, verdicts, recorder)
+        except AssertionError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    if not several:
+        skip_test(Skip(Why.UNSUPPORTED, f"{kernel.name} has one configuration."))
+
+
+def expect_sizes(
+    kernel: Kernel, device: str, recorder: Recorder, *, drawn: int, seed: int = 0
+) -> None:
+    """Demand the bits of the recipe at every size that a kernel may choose by.
+
+    ``drawn`` is how many cases a run draws for a kernel, by which the budget of the virtual GPU
+    grows.  One record where all sizes are right, and one of the first that is not.
+    """
+    __tracebackhide__ = True
+    cases = swept(kernel, device, drawn, seed)
+    if not cases:
+        reason = kernel.why_not(next(iter(kernel.stage.witness_cases())), device)
+        skip_test(reason or Skip(Why.UNSUPPORTED, f"{kernel.name} takes no small case here."))
+    needs(kernel, cases[0], device)
+    compared, verdict = 0, None
+    for case in cases:
+        current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
+        verdict = bits(kernel, case, device)
+        if verdict.failed:
+            break
+        compared += verdict.compared
+    assert verdict is not None
+    if not verdict.failed:
+        verdict = dataclasses.replace(verdict, compared=compared)
+    record(kernel, case, device, [verdict], recorder)
+
+
 def record(
     kernel: Kernel, case: Case, device: str, verdicts: Iterable[Verdict], recorder: Recorder
 ) -> None:
@@ -128,6 +188,7 @@ def repro(kernel: Kernel, case: Case, verdict: Verdict | None = None) -> str:
         return f"parity repro '{calls}'{file}"
     alone = verdict is not None and verdict.check == Check.INVARIANCE
     option = f" --check {Check.INVARIANCE}" if alone else ""
+    option += f" --config '{verdict.config}'" if verdict is not None and verdict.config else ""
     return f"parity repro '{kernel.name}-{case.id}' --seed {case.seed}{option}{file}"
 
 
@@ -147,7 +208,7 @@ def fields(
     """Return a verdict as the fields of a record."""
     told = verdict.fields()
     stage = told.pop("stage") or kernel.stage.name
-    told.pop("sequence")  # the line that reproduces it says it
+    told.pop("sequence"), told.pop("config")  # the line that reproduces it says them
     return (
         told
         | labels(kernel, case)

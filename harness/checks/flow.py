@@ -35,6 +35,10 @@ BROKEN = (Exception, SystemExit)
 """What a kernel raises to be red; an interrupt and pytest's own outcomes pass through."""
 
 
+NOT_DISPATCHED = ("0 active drivers", "cannot be accessed from Triton (cpu tensor?)")
+"""What Triton says of a launch on CPU tensors, without a GPU and with one."""
+
+
 def check(
     kernel: Kernel, case: Case, device: str, *, inputs: Any = None, power: bool = False
 ) -> Iterator[Verdict]:
@@ -70,6 +74,28 @@ def check(
         wrong |= verdict.failed
         yield verdict
     yield from _others(kernel, case, device, made, ran, again, whole_is_right=not wrong)
+
+
+def bits(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> Verdict:
+    """Call a kernel on a case and return the verdict of its bits alone, of the last output.
+
+    Everything else of the contract is what ``check`` is for, at the cost of more calls.
+    """
+    made = kernel.stage.inputs(case, device) if inputs is None else inputs
+    try:
+        recipes = kernel.recipes(case, device)
+        ran = run(kernel, case, made)
+    except BROKEN as error:
+        refusal = isinstance(error, ParityError) and not isinstance(error, BadCall)
+        if refusal and kernel.stage.may_be_refused(case):
+            return Verdict(
+                check=Check.EXACT, verdict="skip", reason=f"refused: {first_line(error)}"
+            )
+        return raised(kernel, case, error)
+    got = ran.outputs
+    seen = {list(got)[-1]: list(got.values())[-1]} if kernel.stage.partial else got
+    judged = Judged(who=kernel.name, stage=kernel.stage, case=case, inputs=made, got=seen)
+    return exact(judged, recipes, check=Check.EXACT, power=False)
 
 
 def _again(kernel: Kernel, case: Case, device: str, inputs: Any, ran: Ran) -> Memory | Verdict:
@@ -118,6 +144,12 @@ def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.E
     if not isinstance(error, BadOutput):
         text = f"{type(error).__name__}: {text}"
         place = _place(kernel, error)
+    if any(words in text for words in NOT_DISPATCHED):
+        place += (
+            ": a Triton kernel was launched as kernel[grid](...) on CPU tensors; launch it with "
+            "moe_parity.kernels.virtual_gpu.dispatch(kernel, grid, ...), and register it with "
+            "triton=True"
+        )
     verdict = found(name, f"{kernel.stage} of {kernel.name} fails on {case.id}: {text}{place}")
     what = "bad_output" if isinstance(error, BadOutput) else type(error).__name__
     return caused(verdict, Cause(kind=CauseKind.CALL, name=what, words=text))

@@ -38,6 +38,8 @@ class Verdict:
     """Outputs that tell the nearest mutant."""
     sequence: tuple[str, ...] = ()
     """The calls, ``<kernel>-<case id>@<seed>``, that reproduce it where one call does not."""
+    config: str = ""
+    """The configuration that reproduces it, by name or number, where the first does not."""
     rel_err_bf16: float | None = None
     rel_err_f64: float | None = None
 

@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "ids", metavar="ID", nargs="+",
         help="<kernel>-<case id>[@<seed>], as a failure prints it; several are calls in this order",
     )  # fmt: skip
+    repro.add_argument(
+        "--config", metavar="NAME|N", help="take this configuration, by its name or number from 0"
+    )
     repro.add_argument("--check", choices=("invariance",), help="run this check, which others lack")
     repro.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
     repro.add_argument(
@@ -322,7 +325,7 @@ def _repro(args: argparse.Namespace) -> int:
         from moe_parity.harness.cli import repeat
 
         return repeat.run(args.ids, args.seed, args.repeat, args.device, args.kernel)
-    return repro.run(args.ids, args.seed, args.device, args.kernel, args.check)
+    return repro.run(args.ids, args.seed, args.device, args.kernel, args.check, args.config)
 
 
 def _witness(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from moe_parity.harness.checks.calls import Player
+from moe_parity.harness.checks.configs import chosen_by
 from moe_parity.harness.checks.flow import check, first_line
 from moe_parity.harness.checks.invariance import invariance
 from moe_parity.harness.checks.promises import served
@@ -18,13 +19,14 @@ from moe_parity.references.language import Case, Check, parse_id
 
 def run(
     ids: Sequence[str], seed: int, device: str | None = None, files: Iterable[str] = (),
-    only: str | None = None,
+    only: str | None = None, config: str | None = None,
 ) -> int:  # fmt: skip
     """Run the checks of ``<kernel>-<case id>`` and print a line for each; return 0 or 1.
 
     Several ids are calls of one kernel, in one process and in this order, with a line for each
     call.  ``@<seed>`` behind an id replaces the seed; ``files`` are kernel files to load first;
-    ``only`` is ``invariance`` for that check alone.  Raises ParityError for an id that is not
+    ``only`` is ``invariance`` for that check alone; ``config`` is the configuration to take, by
+    its name, or its number counted from 0.  Raises ParityError for an id that is not
     understood, an unknown kernel, a case that the kernel does not take here, or several kernels.
     """
     for file in files:
@@ -46,12 +48,13 @@ def run(
             raise ParityError(f"{kernel.name} does not take {case.id} here: {reason}")
     try:
         red = 0
-        for verdict in _verdicts(kernel, cases, device, only):
-            red += verdict.failed
-            detail = verdict.message or verdict.reason or f"{verdict.compared} outputs compared"
-            if verdict.could_show:
-                detail += f", {verdict.could_show} could have been red"
-            print(f"{verdict.verdict:4}  {verdict.check:18}  {detail}")
+        with chosen_by(kernel, cases[0], device, config):
+            for verdict in _verdicts(kernel, cases, device, only):
+                red += verdict.failed
+                detail = verdict.message or verdict.reason or f"{verdict.compared} outputs compared"
+                if verdict.could_show:
+                    detail += f", {verdict.could_show} could have been red"
+                print(f"{verdict.verdict:4}  {verdict.check:18}  {detail}")
     except (RuntimeError, MemoryError, OverflowError) as error:
         text = f"{type(error).__name__}: {first_line(error)}"
         raise ParityError(f"{' '.join(ids)} cannot be run: {text}") from None

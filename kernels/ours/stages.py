@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,10 +54,11 @@ def _ours(
     recipe: Recipe = OURS,
     supports: Supports | None = None,
     note: str = "",
+    configs: Mapping[str, Any] | None = None,
 ) -> Callable[[Run], Run]:
     return register(
         name, stage=stage, recipes=recipe, supports=supports, unavailable=unavailable,
-        triton=True, note=note, contract=SERVING,
+        triton=True, note=note, contract=SERVING, configs=configs,
     )  # fmt: skip
 
 
@@ -145,21 +146,23 @@ def _gemm(call: Call, block: int) -> Tensor:
     )  # fmt: skip
 
 
-def _register_gemm(stage: Fc1 | Fc2, path: str, block: int) -> None:
-    note = f"Our grouped GEMM of the {path} path, blocks of {block} tokens."
+def _register_gemm(stage: Fc1 | Fc2, path: str, blocks: tuple[int, ...]) -> None:
+    """Register the GEMM of a path, which takes the first of the blocks that its tiles can have."""
+    note = f"Our grouped GEMM of the {path} path, blocks of {blocks[0]} tokens."
+    configs = {f"block{block}": block for block in blocks}
 
     def supports(case: Case, device: str) -> str | None:
         k = stage.extent(case)[1]
         return f"K = {k} must be a multiple of 128." if k % 128 else None
 
-    @_ours(f"ours_{stage.name}_{path}", stage, supports=supports, note=note)
+    @_ours(f"ours_{stage.name}_{path}", stage, supports=supports, note=note, configs=configs)
     def gemm(call: Call) -> Tensor:
-        return _gemm(call, block)
+        return _gemm(call, call.config or blocks[0])
 
 
 for _stage in (FC1, FC2):
-    _register_gemm(_stage, "decode", 16)
-    _register_gemm(_stage, "large", 64)
+    _register_gemm(_stage, "decode", (16, 32))
+    _register_gemm(_stage, "large", (64, 128))
 
 
 # --- activations --------------------------------------------------------------------------------

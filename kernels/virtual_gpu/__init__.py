@@ -6,6 +6,7 @@ operation is the exact model of the instruction that the installed Triton compil
 package fails closed: an operation without a model raises ``UnmodelledOperation``.
 """
 
+from moe_parity.kernels.choice import configured
 from moe_parity.kernels.virtual_gpu.errors import (
     MemoryFault,
     OutOfBounds,
@@ -36,6 +37,7 @@ __all__ = [
     "Tape",
     "UnmodelledOperation",
     "UnwrittenRead",
+    "configured",
     "dispatch",
     "dot_unit",
     "dry",

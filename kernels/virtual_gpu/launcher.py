@@ -95,9 +95,9 @@ def launch(
 def _check(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(kernel, JITFunction):
         raise TypeError(
-            f"launch takes a @triton.jit function, got {type(kernel).__name__}: pass the function "
-            "under an autotuner or heuristics (its .fn) with the chosen constexprs, and unset "
-            "TRITON_INTERPRET, which replaces @triton.jit."
+            f"launch takes a @triton.jit function, got {type(kernel).__name__}: dispatch takes one "
+            "under an autotuner or heuristics, or pass the function under it (its .fn) with the "
+            "chosen constexprs; and unset TRITON_INTERPRET, which replaces @triton.jit."
         )
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":

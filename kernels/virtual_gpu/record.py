@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from moe_parity.kernels.choice import chosen
 from moe_parity.kernels.virtual_gpu.launcher import Grid, LaunchReport, launch
+from moe_parity.kernels.virtual_gpu.tuned import is_tuned, resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,18 @@ def dispatch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> LaunchRepor
 
     ``options`` are keyword arguments of the kernel and of the compiler; contraction into FMAs is
     off on both sides.  The launch is recorded on every open tape.
+
+    Under ``@triton.heuristics`` and ``@triton.autotune`` the heuristics are evaluated and the
+    first configuration is taken, another one inside ``configured``; on a GPU Triton tunes, unless
+    a configuration is chosen or the launch is recorded.
     """
+    if is_tuned(kernel):
+        choice = chosen()
+        on_gpu = _on_gpu(args) or _on_gpu(tuple(options.values()))
+        if on_gpu and (choice is None or choice.tuned is None) and not _tapes.get():
+            kernel[grid](*args, **{"enable_fp_fusion": False, **options})  # Triton itself tunes
+            return None
+        kernel, options = resolved(kernel, args, options)
     if callable(grid):
         bound = kernel.signature.bind_partial(
             *args, **{name: v for name, v in options.items() if name in kernel.arg_names}

@@ -27,6 +27,8 @@ class Check(StrEnum):
     """The calls before a call, and after it, change nothing."""
     INVARIANCE = "invariance"
     """A row has the same bits alone, in any batch, at any position, beside any other rows."""
+    CONFIGS = "configs"
+    """Every configuration of an autotuned kernel has the bits of a recipe."""
     REPLAY = "replay"
     """Captured once, it is right on whatever its inputs then hold."""
     NO_SYNC = "no_sync"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
+from moe_parity.references.stages.gemm.decisions import GemmRecipe, Interval
 from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
 
@@ -28,18 +30,43 @@ def _supports_gemm(case: Case, device: str) -> str | None:
     return None if case.m else "vLLM launches nothing for zero tokens."
 
 
-def _gemm_recipes(case: Case, device: str) -> tuple[Recipe, ...]:
+Config = dict[str, int]
+
+TUNED: dict[str, Config] = {
+    "m16_n64": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 1},
+    "m32_group16": {"BLOCK_SIZE_M": 32, "GROUP_SIZE_M": 16},
+    "m64": {"BLOCK_SIZE_M": 64, "GROUP_SIZE_M": 32},
+    "m64_k64": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1},
+    "m128_warps8": {"BLOCK_SIZE_M": 128, "GROUP_SIZE_M": 64, "num_warps": 8},
+}
+"""What stored configurations for a block-FP8 layer choose, in place of the default's values."""
+
+
+def _configs(case: Case, device: str) -> dict[str, Config]:
+    """Return the changes that configurations make to the default one, which comes first."""
+    return {"default": {}, **TUNED}
+
+
+def _halved(recipe: Recipe) -> Recipe:
+    """Return a recipe whose tiles take 64 of K: the scales meet twice as many sums."""
+    gemm = dataclasses.replace(recipe.of("gemm", GemmRecipe), interval=Interval.K64)
+    return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_k64")
+
+
+def _gemm_recipes(case: Case, device: str, config: Config) -> tuple[Recipe, ...]:
     """Swap-AB, with the other scale order, for tiles below 64 rows.
 
-    The call takes the default configuration, whose tiles have 16 rows up to 64 tokens; a tuned one
-    may keep them longer.
+    The default configuration has tiles of 16 rows up to 64 tokens; a tuned one may keep them
+    longer, or take other blocks of K.
     """
-    return (VLLM_TRITON_SWAP,) if case.m <= 64 else (VLLM_TRITON,)
+    rows = config.get("BLOCK_SIZE_M", 16 if case.m <= 64 else 64)
+    recipe = VLLM_TRITON_SWAP if rows < 64 else VLLM_TRITON
+    return (_halved(recipe) if config.get("BLOCK_SIZE_K") == 64 else recipe,)
 
 
 @register(
     "vllm_fused_moe_fc1", stage="fc1", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True, versions=package.versions,
+    unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, first GEMM."""
@@ -48,7 +75,7 @@ def vllm_fused_moe_fc1(call: Call) -> Produced:
 
 @register(
     "vllm_fused_moe_fc2", stage="fc2", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True, versions=package.versions,
+    unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
@@ -67,6 +94,7 @@ def _fused_moe(call: Call, *, weighted: bool) -> Produced:
         demand_contiguous(inputs.weights, "vLLM's fused_moe_kernel reads weights by pair: it")
     experts, n, k = inputs.w.shape
     config = file.get_default_config(case.m, experts, n, k, case.k, "fp8_w8a8", [128, 128])
+    config |= call.config or {}
     slots, owners, padded = aligned(inputs.expert, experts, config["BLOCK_SIZE_M"])
     out = call.new("out", (case.m, case.k, n), (case.k * n, n, 1), torch.bfloat16)
     file.invoke_fused_moe_triton_kernel(
