@@ -85,8 +85,8 @@ def test_a_gpu_with_little_memory_takes_no_far_case(monkeypatch: pytest.MonkeyPa
     """Where memory is real; and no GPU keeps several of them, call after call."""
     monkeypatch.setattr(budget.environment, "gpu", lambda: object())
     for gigabytes, skipped in ((24, True), (80, False)):
-        card = SimpleNamespace(total_memory=gigabytes << 30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, card=card: card)
+        memory = gigabytes << 30, 139 << 30
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda memory=memory: memory)
         assert bool(budget._memory(FAR["fc1"])) is skipped
         assert budget._memory(CONTIGUOUS) is None
     far = FAR["act_quant"]

@@ -13,8 +13,8 @@ CPU_COST = 400
 CPU_OUTPUTS = 1 << 22
 """Elements that the inputs of a case may have on a CPU."""
 
-FAR_MEMORY = 64 << 30
-"""Bytes that a GPU must have for a far case: inputs of 17 GiB, more than once."""
+FAR_MEMORY = 40 << 30
+"""Bytes of a GPU that must be free for a far case: inputs of 17 GiB, more than once."""
 
 
 def skip_of(kernel: Kernel, case: Case, device: str) -> Skip | None:
@@ -50,7 +50,8 @@ def _memory(case: Case) -> Skip | None:
         return None
     import torch
 
-    has = torch.cuda.get_device_properties(0).total_memory
-    if has >= FAR_MEMORY:
+    free = torch.cuda.mem_get_info()[0]
+    if free >= FAR_MEMORY:
         return None
-    return Skip(Why.BUDGET, f"far inputs need {FAR_MEMORY >> 30} GiB, the GPU has {has >> 30}.")
+    sentence = f"far inputs need {FAR_MEMORY >> 30} GiB, and {free >> 30} of the GPU's are free."
+    return Skip(Why.BUDGET, sentence)

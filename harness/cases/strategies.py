@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from hypothesis import strategies as st
@@ -103,8 +104,9 @@ def formats(kernel: Kernel, device: str) -> list[Case]:
     return made
 
 
-def _affordable(kernel: Kernel, device: str) -> list[Case]:
-    return [case for case in formats(kernel, device) if skip_of(kernel, case, device) is None]
+@lru_cache(maxsize=64)
+def _affordable(kernel: Kernel, device: str) -> tuple[Case, ...]:
+    return tuple(c for c in formats(kernel, device) if skip_of(kernel, c, device) is None)
 
 
 def _whole(stage: Stage[Any], group: int) -> dict[str, int]:
