@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
