@@ -43,6 +43,10 @@ WORKSPACE = (  # fmt: skip
 GRAPH = "test_replay_faults.py::test_what_a_graph_keeps_is_named"
 WAITS = "test_replay_faults.py::test_a_wait_for_the_gpu_is_named_with_its_line"
 COMPILED = "test_promises.py::test_what_is_compiled_while_serving_is_told"
+WRAPS = "test_offsets.py::test_an_offset_that_wraps_is_red_and_named"
+LAUNCHED_WRAP = "test_offsets.py::test_an_int32_offset_in_triton_is_out_of_bounds"
+CONFIGURED = "test_config_faults.py::test_the_wrong_configuration_of_a_quantizer_is_named"
+TILED = "test_config_faults.py::test_a_block_of_k_larger_than_the_group_is_found_in_a_gemm"
 ROWS = "test_invariance_faults.py::test_a_row_that_depends_on_others_is_named"
 VIRTUAL = "test_virtual_gpu_faults.py::test_a_fault_of_memory_is_the_cause"
 RACE = "test_virtual_gpu_memory.py::test_two_programs_race_unless_both_load_or_both_are_atomic"
@@ -105,7 +109,8 @@ REPORTED: tuple[Kind, ...] = (
     ),
     _kind(
         "int32-offset | an offset that does not fit 32 bits | exact; far",
-        reason="shown by the hazard `far`, with its own planted tests",
+        WRAPS,
+        LAUNCHED_WRAP,
     ),
     _kind(
         "align-sort | wrong slots, experts of blocks or counts | exact, rerun", MISTAKES, VIRTUAL
@@ -171,8 +176,9 @@ REPORTED: tuple[Kind, ...] = (
     ),
     _kind(
         "miscompile | a compiler or a configuration gives wrong values | exact; configurations",
-        reason="the compiler is not ours to break: kernels are judged as compiled, on a GPU;"
-        " configurations have planted tests of their own",
+        CONFIGURED,
+        TILED,
+        reason="the compiler is not ours to break: kernels are judged as compiled, on a GPU",
     ),
     _kind(
         "interpreter | a CPU interpreter differs from the chip | models of instructions",
@@ -228,9 +234,13 @@ AXES: tuple[Kind, ...] = (
     _kind("invariance | rows that depend on the batch | invariance", ROWS),
     _kind("strays | accesses outside a tensor, reads of what nobody wrote | virtual GPU", STRAY,
           "test_virtual_gpu_memory.py::test_a_load_of_what_nobody_wrote_is_named", VIRTUAL),
-    _kind("far | offsets past 2^31 | exact; far", reason="the hazard `far` has tests of its own"),
-    _kind("configurations | a configuration of an autotuned kernel differs | exact",
-          reason="the sweep over configurations has tests of its own"),
+    _kind("far | offsets past 2^31 | exact; far", WRAPS, LAUNCHED_WRAP,
+          "test_offsets.py::test_rows_alone_differ_where_an_offset_wraps"),
+    _kind("configurations | a configuration of an autotuned kernel differs | configs", CONFIGURED,
+          TILED, "test_config_faults.py::"
+          "test_the_wrong_configuration_of_a_swiglu_is_named_and_reproduced"),
+    _kind("heuristics | what is chosen by M is wrong for one number of rows | exact; every size",
+          "test_config_faults.py::test_heuristics_that_are_wrong_for_one_number_of_rows_are_found"),
 )  # fmt: skip
 """The axes along which cases are drawn and calls are made."""
 
