@@ -193,7 +193,7 @@ def test_thin_commands_pass_on_what_they_are_given(owner, capsys):
     assert capsys.readouterr().err == "parity: interrupted.\n"
     assert owner == [
         ("kernels",),
-        ("repro", ["a:b:c"], 7, None, [], None),
+        ("repro", ["a:b:c"], 7, None, [], None, None),
         ("record", Path("w"), ["k"]),
         ("recipes",),
         ("verify", [Path("a"), Path("b")]),
