@@ -101,6 +101,11 @@ def judge(kernel: Kernel, case: Case, device: str) -> tuple[Failure, ...]:
         return (Failure(case=case, reason=reason, sentence=sentence),)
     finally:
         watch.end()
+    return failures_of(kernel, case, red)
+
+
+def failures_of(kernel: Kernel, case: Case, red: list[Verdict]) -> tuple[Failure, ...]:
+    """Return the failures of a case that its red verdicts tell, one for each stage and cause."""
     found: dict[tuple[str, str], Failure] = {}
     for verdict in red:
         stage = verdict.stage or kernel.stage.name
