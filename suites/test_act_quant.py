@@ -21,7 +21,9 @@ BROKEN_UP = [
     Case(m=33, h=512, values=Values.WIDE, hazard=hazard)
     for hazard in (Hazard.STRIDED, Hazard.TRANSPOSED)
 ]
-SIZED = [Case(m=m, h=h, values=Values.WIDE) for m in (0, 1, 7, 4096) for h in (128, 512, 7168)]
+SIZED = [Case(m=m, h=h, values=Values.WIDE) for m in (0, 1, 7) for h in (128, 512, 7168)]
+SIZED += [Case(m=4096, h=h, values=Values.WIDE) for h in (128, 512)]
+TALL = Case(m=2048 if environment.gpu() is None else 4096, h=7168, values=Values.WIDE)
 
 
 def grid(*bases: Case, **chosen):
@@ -49,6 +51,12 @@ def test_not_contiguous(kernel: Kernel, case: Case, parity_device: str, parity_r
 @pytest.mark.parametrize(("kernel", "case"), grid(*SIZED, dtypes=BF16))
 def test_shapes(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
     """From no token to 4096, from one group to the hidden size of DeepSeek-V3."""
+    expect(kernel, case, parity_device, parity_recorder)
+
+
+@pytest.mark.parametrize(("kernel", "case"), params(ACT_QUANT, [TALL]))
+def test_a_large_batch(kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder):
+    """Thousands of tokens of the hidden size of DeepSeek-V3, in one format."""
     expect(kernel, case, parity_device, parity_recorder)
 
 

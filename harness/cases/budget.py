@@ -11,7 +11,7 @@ CPU_COST = 400
 """Programs times blocks of K that a case may cost on the virtual GPU, some five ms each."""
 
 CPU_OUTPUTS = 1 << 22
-"""Elements that the inputs of a case may have on a CPU."""
+"""Elements that a case of a Triton kernel may have on a CPU."""
 
 FAR_MEMORY = 40 << 30
 """Bytes of a GPU that must be free for a far case: inputs of 17 GiB, more than once."""
@@ -34,14 +34,20 @@ def _chip(kernel: Kernel, case: Case, device: str) -> Skip | None:
 
 
 def _budget(kernel: Kernel, case: Case) -> Skip | None:
+    """Return why the virtual GPU would take too long, and what the case would have shown."""
+    if not kernel.triton:
+        return None
     cost = kernel.cost(case)
-    if kernel.triton and cost > CPU_COST:
-        return Skip(Why.BUDGET, f"{cost} programs are over the CPU's budget of {CPU_COST}.")
     rows = case.i if "m" not in kernel.stage.sizes else case.m
     outputs = rows * (case.h if "h" in kernel.stage.sizes else case.i)
-    if outputs > CPU_OUTPUTS:
-        return Skip(Why.BUDGET, f"{outputs} outputs are over the CPU's budget of {CPU_OUTPUTS}.")
-    return None
+    shown = f"a GPU would show {outputs:,} elements of {kernel.stage} at {case.id}"
+    if cost > CPU_COST:
+        over = f"{cost} programs are over the CPU's budget of {CPU_COST}"
+    elif outputs > CPU_OUTPUTS:
+        over = f"{outputs} elements are over the CPU's budget of {CPU_OUTPUTS}"
+    else:
+        return None
+    return Skip(Why.BUDGET, f"{over}; {shown}.")
 
 
 def _memory(case: Case) -> Skip | None:

@@ -14,29 +14,22 @@ from moe_parity.kernels.vendors.deepgemm.api import rows_of, spare
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, unavailable
 from moe_parity.references.arithmetic.formats import E4M3, without_missing_groups
-from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Skip, Values, Why
+from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Values
 from moe_parity.references.stages.routing import place
 
-CPU_GROUPS = 200
-"""Programs of one group each that the virtual GPU runs in a second or two."""
 
-
-def _supports_quant(case: Case, device: str) -> Skip | str | None:
+def _supports_quant(case: Case, device: str) -> str | None:
     if case.scale is ScaleFormat.UE8M0_PACKED:
         return "the fallback writes fp32 scales."
     if case.hazard is Hazard.TRANSPOSED:
         return "vLLM asserts contiguous rows."
-    groups = case.m * (case.h // case.group)
-    if device == "cpu" and groups > CPU_GROUPS:
-        over = f"{groups} programs of one group are over the CPU's budget of {CPU_GROUPS}."
-        return Skip(Why.BUDGET, over)
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
 @register(
     "vllm_triton_per_token_group", stage="act_quant", recipes="vllm_triton_quant",
     supports=_supports_quant, unavailable=unavailable, triton=True, versions=package.versions,
-    cost=lambda case: case.m * (case.h // case.group),
+    cost=lambda case: 2 * case.m * (case.h // case.group),
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
