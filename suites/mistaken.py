@@ -190,6 +190,8 @@ def _cases() -> dict[str, list[Setting]]:
         add(stage, Case(m=66, e=2, k=2, h=256, i=256))
     add("fc1", Case(m=4, e=2, k=2, h=512, i=512))
     add("fc2", Case(m=4, e=3, k=2, h=256, i=384, values=aimed), recipe=VLLM_TRITON)
+    add("fc1", Case(m=3, e=2, k=1, h=128, i=116))  # N = 232: past every tile
+    add("fc2", Case(m=3, e=2, k=1, h=232, i=128))
     gate = Case(m=32, i=256, clamp=9.97, values=aimed)
     for stage in ("swiglu", "swiglu_quant"):
         add(

@@ -203,6 +203,19 @@ def _of_columns(gemm: Gemm, *, gated: bool) -> Iterator[Mistake]:
         ]  # fmt: skip
     for name, words, order in orders:
         yield Mistake(name=name, words=words, outputs=gemm.columns(order))
+    for tile in (16, 32, 64, 128):
+        if n % tile and n > tile:
+            yield Mistake(
+                name="last_columns_lost", local=False,
+                words=f"the columns past the last full {tile} left at zero",
+                outputs=gemm.rows(partial(_cut_columns, kept=n - n % tile)),
+            )  # fmt: skip
+
+
+def _cut_columns(rows: Tensor, *, kept: int) -> Tensor:
+    made = rows.clone()
+    made[:, kept:] = 0
+    return made
 
 
 def _of_rows(gemm: Gemm) -> Iterator[Mistake]:
