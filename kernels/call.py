@@ -51,6 +51,10 @@ class Call:
         """The stage's outputs; where their shapes depend on values, asking for them waits."""
         return self.stage.outputs(self.case, self.inputs)
 
+    def fix_outputs(self) -> None:
+        """Work the outputs out now: later it might wait in a capture, or see other inputs."""
+        _ = self.outputs
+
     def new(
         self,
         name: str,

@@ -55,7 +55,7 @@ def test_replay_with_changed_routing(parity_device: str):
     On a CPU the tape freezes host scalars, grids and tensors, as a CUDA graph does.
     """
     if parity_device != "cpu":
-        pytest.skip("a CUDA graph takes its place on a GPU: test_layer_gpu.py")
+        pytest.skip("a CUDA graph takes its place on a GPU: test_replay.py")
     case = dataclasses.replace(BASE, m=3, i=128)
     made = layer_inputs(case, spoil=False)
     with virtual_gpu.record() as tape:

@@ -122,7 +122,7 @@ def capture(kernel: Kernel, case: Case, inputs: Any) -> Captured | Stopped:
 
 def record(kernel: Kernel, call: Call) -> tuple[Recording, Any]:
     """Return what a call on a CPU does, and what it returns."""
-    call.outputs  # noqa: B018  made here, where nobody minds that it waits
+    call.fix_outputs()
     with settings_kept(), torch.no_grad(), recording(kernel.source) as found:
         returned = kernel.run(call)
     return found, returned
@@ -137,7 +137,7 @@ def waits_of(kernel: Kernel, call: Call) -> list[Wait]:
         return record(kernel, call)[0].waits
     from moe_parity.kernels.virtual_gpu import dry
 
-    call.outputs  # noqa: B018
+    call.fix_outputs()
     surroundings = (dry(), settings_kept(), torch.no_grad())
     with ExitStack() as stack:
         for each in surroundings:
@@ -175,7 +175,7 @@ def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
     try:
         with settings_kept():
             own = dataclasses.replace(call, order=iter(memory))
-            own.outputs  # noqa: B018
+            own.fix_outputs()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 returned = kernel.run(own)
@@ -192,7 +192,7 @@ def _graph(kernel: Kernel, call: _Static) -> Captured | Stopped:
 def waiting(kernel: Kernel, fresh: Callable[[], Call]) -> Stopped | None:
     """Return where a call on a GPU waits for it, or None; torch refuses to."""
     call = fresh()
-    call.outputs  # noqa: B018
+    call.fix_outputs()
     torch.cuda.synchronize()
     try:
         with refusing_to_wait(), settings_kept():
