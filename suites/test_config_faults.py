@@ -33,7 +33,7 @@ from moe_parity.suites.planted import following
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton.language as tl  # noqa: E402
 
-from moe_parity.kernels.ours import layer_kernels, quant_kernels, steps  # noqa: E402
+from moe_parity.kernels.ours import activation, activation_kernels, quant_kernels  # noqa: E402
 from moe_parity.kernels.virtual_gpu import configured, dispatch, record  # noqa: E402
 
 Config = triton.Config
@@ -249,20 +249,20 @@ def test_configurations_that_are_no_mapping_are_refused():
 def launched(kernel: Any, **words: Any) -> dict[str, Any]:
     """Return the options of a launch of SwiGLU's kernel on a few rows."""
     rows, out = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(4, 128, dtype=torch.bfloat16)
-    fixed: dict[str, Any] = {"WIDTH": 128, **steps.Activation().constants, **words}
+    fixed: dict[str, Any] = {"WIDTH": 128, **activation.Activation().constants, **words}
     with record() as tape:
         dispatch(
             kernel, lambda seen: (-(-4 // seen["ROWS"]), 1), rows, out,
             torch.zeros(4, dtype=torch.int32), out, 4, 0, 1, 0.0, 1.0, 0.0, **fixed,
         )  # fmt: skip
     (item,) = tape.launches
-    assert item.kernel is layer_kernels.swiglu_kernel
+    assert item.kernel is activation_kernels.swiglu_kernel
     return {**item.options, "grid": item.grid}
 
 
 def test_heuristics_are_evaluated_from_the_arguments_of_the_launch():
     kernel = triton.heuristics({"ROWS": lambda given: given["pairs"] // 2})(
-        layer_kernels.swiglu_kernel
+        activation_kernels.swiglu_kernel
     )
     options = launched(kernel)
     assert (options["ROWS"], options["grid"]) == (2, (2, 1))
@@ -277,7 +277,7 @@ def test_a_configuration_is_chosen_by_its_number_and_pruned_ones_are_not_there()
                for n in (1, 2, 4, 8)]  # fmt: skip
     kernel = triton.autotune(
         configs=several, key=["pairs"], prune_configs_by={"early_config_prune": keep}
-    )(layer_kernels.swiglu_kernel)
+    )(activation_kernels.swiglu_kernel)
     assert launched(kernel)["ROWS"] == 1
     for number, rows in enumerate((1, 2, 4, 1)):
         with configured(number):
@@ -290,7 +290,9 @@ def test_a_configuration_is_chosen_by_its_number_and_pruned_ones_are_not_there()
 
 
 def test_a_word_that_both_the_launch_and_the_configuration_give_is_refused():
-    kernel = triton.autotune(configs=[Config({"ROWS": 2})], key=[])(layer_kernels.swiglu_kernel)
+    kernel = triton.autotune(configs=[Config({"ROWS": 2})], key=[])(
+        activation_kernels.swiglu_kernel
+    )
     with pytest.raises(ParityError, match="swiglu_kernel: ROWS is given to the launch and by"):
         launched(kernel, ROWS=4)
 

@@ -21,6 +21,7 @@ from moe_parity.kernels import find
 from moe_parity.references.language import Case, InputDtype, Routing, ScaleFormat, Values
 from moe_parity.references.stages.quant.inputs import aimed_rows
 
+activation = pytest.importorskip("moe_parity.kernels.ours.activation", reason="needs Triton")
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 ops = pytest.importorskip("moe_parity.kernels.ours.quant", reason="needs Triton")
 steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
@@ -168,7 +169,10 @@ def killed(verdicts, mutant_name: str, check: str, decision: str, recorder: Reco
 
 @pytest.mark.parametrize("mutant", LAYER_SOURCE, ids=lambda m: m.name)
 def test_layer_source(mutant: SourceMutant, tmp_path, monkeypatch, parity_recorder: Recorder):
-    monkeypatch.setattr(steps, "layer_kernels", mutated(steps.layer_kernels, mutant, tmp_path))
+    for owner, name in ((steps, "layer_kernels"), (activation, "activation_kernels")):
+        source = getattr(owner, name)
+        if mutant.old in Path(source.__file__).read_text():
+            monkeypatch.setattr(owner, name, mutated(source, mutant, tmp_path))
     verdicts = list(check(find("ours_decode"), mutant.case, "cpu"))
     killed(verdicts, mutant.name, mutant.check, mutant.decision, parity_recorder)
 
@@ -236,13 +240,13 @@ def _weights_in_the_epilogue(monkeypatch):
 
 
 def _clamp_after_silu(monkeypatch):
-    plain = steps.swiglu_quant
+    plain = activation.swiglu_quant
 
     def swiglu_quant(rows, ids, first, experts, how, power_of_two):
         how = dataclasses.replace(how, clamp="after")
         return plain(rows, ids, first, experts, how, power_of_two)
 
-    monkeypatch.setattr(steps, "swiglu_quant", swiglu_quant)
+    monkeypatch.setattr(activation, "swiglu_quant", swiglu_quant)
 
 
 def _foreign_ids_with_weight_zero(monkeypatch):

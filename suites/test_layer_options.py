@@ -22,7 +22,7 @@ from moe_parity.references.stages.quant.decisions import QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
-steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+activation = pytest.importorskip("moe_parity.kernels.ours.activation", reason="needs Triton")
 
 CASE = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
 
@@ -235,9 +235,11 @@ def test_limits_of_experts_without_a_quantization(few):
     rows, ids = torch.randn(4, 512, device=few.batch.x.device).bfloat16(), few.batch.ids[:2, :2]
     limits = torch.full((few.experts.count,), 0.5, device=rows.device)
     one, each = (
-        steps.swiglu(rows, ids, 0, few.experts.count, steps.Activation(clamp="before", **how))
+        activation.swiglu(
+            rows, ids, 0, few.experts.count, activation.Activation(clamp="before", **how)
+        )
         for how in ({"limit": 0.5}, {"limits": limits})
     )
     assert torch.equal(comparable(one), comparable(each))
-    free = steps.swiglu(rows, ids, 0, few.experts.count, steps.Activation())
+    free = activation.swiglu(rows, ids, 0, few.experts.count, activation.Activation())
     assert not torch.equal(comparable(one), comparable(free))

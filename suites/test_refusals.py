@@ -182,17 +182,18 @@ def test_the_name_of_another_recipe_is_refused():
 
 def test_the_steps_of_our_layer_refuse_rows_that_are_not_contiguous():
     """Their kernels know one stride of a row, or none."""
+    activation = pytest.importorskip("moe_parity.kernels.ours.activation", reason="needs Triton")
     steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
-    ids, how = torch.zeros(4, 1, dtype=torch.int32), steps.Activation()
+    ids, how = torch.zeros(4, 1, dtype=torch.int32), activation.Activation()
     columns = torch.zeros(256, 4, dtype=torch.bfloat16).t()
     codes, w = torch.zeros(128, 4, dtype=torch.uint8).t(), torch.zeros(1, 128, 128).byte()
     aligned, one = steps.align(ids, 0, 1, 16), torch.ones(4, 1)
     with pytest.raises(ParityError, match=r"^grouped_gemm: rows of a .*, strides \(1, 4\)\.$"):
         steps.grouped_gemm(codes, one, w, one[None, :1], aligned, 4, 1)
     with pytest.raises(ParityError, match=r"^swiglu: rows must be contiguous, strides \(1, 4\)\.$"):
-        steps.swiglu(columns, ids, 0, 1, how)
+        activation.swiglu(columns, ids, 0, 1, how)
     with pytest.raises(ParityError, match=r"^swiglu_quant: rows must be contiguous, strides"):
-        steps.swiglu_quant(columns, ids, 0, 1, how, False)
+        activation.swiglu_quant(columns, ids, 0, 1, how, False)
     with pytest.raises(ParityError, match=r"^combine: rows must be contiguous, strides \(1, 4\)"):
         steps.combine(columns, one, ids, 0, 1, torch.empty(4, 256))
 

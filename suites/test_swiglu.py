@@ -85,7 +85,7 @@ def test_plain(kernel: Kernel, case: Case, parity_device: str, parity_recorder: 
 
 def test_rows_that_are_nobodys_are_neither_read_nor_written(parity_device: str):
     """Those of other ranks hold NaN; what is beside the own rows stays as it was."""
-    steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
+    activation = pytest.importorskip("moe_parity.kernels.ours.activation", reason="needs Triton")
     ids = torch.tensor([[4], [3], [-1], [5], [6], [4]], dtype=torch.int32, device=parity_device)
     own = torch.tensor([0, 3, 5], device=parity_device)
     rows = torch.full((6, 512), float("nan"), dtype=torch.bfloat16, device=parity_device)
@@ -93,8 +93,8 @@ def test_rows_that_are_nobodys_are_neither_read_nor_written(parity_device: str):
     out = torch.full((6, 256), -7.0, dtype=torch.bfloat16, device=parity_device)
     codes = torch.full((6, 256), 0x5C, dtype=torch.uint8, device=parity_device)
     scales = torch.full((6, 2), -7.0, device=parity_device)
-    steps.swiglu(rows, ids, 4, 2, steps.Activation(), out)
-    steps.swiglu_quant(rows, ids, 4, 2, steps.Activation(), False, codes, scales)
+    activation.swiglu(rows, ids, 4, 2, activation.Activation(), out)
+    activation.swiglu_quant(rows, ids, 4, 2, activation.Activation(), False, codes, scales)
     foreign = torch.ones(6, dtype=torch.bool, device=parity_device)
     foreign[own] = False
     assert bool((out[foreign] == -7.0).all())

@@ -1,4 +1,6 @@
 """Our own Triton kernels for block-FP8 MoE layers, checked against the recipe ``ours``."""
 
-REGISTERED = ("stages", "layers")
+REGISTERED = (
+    "stages.quant", "stages.align", "stages.gemm", "stages.activation", "stages.combine", "layers",
+)  # fmt: skip
 """The modules that register kernels."""

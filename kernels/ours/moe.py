@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.ours import dispatch, quant, steps
+from moe_parity.kernels.ours import activation, dispatch, quant, steps
+from moe_parity.kernels.ours.activation import Activation
 from moe_parity.kernels.ours.arguments import check_call, check_experts, check_rank, number
 from moe_parity.kernels.ours.dispatch import Choice, Path, Request
-from moe_parity.kernels.ours.steps import Activation
 from moe_parity.kernels.ours.validate import check_codes, check_scales
 from moe_parity.references.stages.layer.operands import Experts, Trace
 
@@ -174,7 +174,9 @@ def _layer(work: Work) -> Trace:
     fc1 = steps.grouped_gemm(
         codes, scales, experts.w13, experts.w13_scale, aligned, pairs, ids.shape[1], experts.bias13
     )
-    mid, mid_scales = steps.swiglu_quant(fc1, ids, first, count, work.how, work.mid_power_of_two)
+    mid, mid_scales = activation.swiglu_quant(
+        fc1, ids, first, count, work.how, work.mid_power_of_two
+    )
     fc2 = steps.grouped_gemm(
         mid, mid_scales, experts.w2, experts.w2_scale, aligned, pairs, 1, experts.bias2
     )

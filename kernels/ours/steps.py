@@ -1,4 +1,4 @@
-"""The stages of the layer as functions of tensors: align, FC1, SwiGLU with quantization, FC2, sum.
+"""The stages of the layer as functions of tensors: align, the GEMMs, the top-k sum.
 
 Each launches its kernel on the real or the virtual GPU.  Only metadata is looked at.
 """
@@ -6,7 +6,6 @@ Each launches its kernel on the real or the virtual GPU.  Only metadata is looke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,84 +122,6 @@ def grouped_gemm(
         BLOCK_N=tile, BLOCK=aligned.block, num_warps=4, num_stages=4 if tile == 64 else 3,
     )  # fmt: skip
     return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activation:
-    """What is asked of SwiGLU: ``clamp`` is none, before or after SiLU."""
-
-    clamp: str = "none"
-    limit: float = 0.0
-    limits: Tensor | None = None
-    """fp32 [E]: a limit for each expert, in place of ``limit``."""
-    alpha: float = 1.0
-    beta: float = 0.0
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """What is compiled in."""
-        return {
-            "CLAMP": self.clamp,
-            "SCALED": self.alpha != 1.0,
-            "SHIFTED": self.beta != 0.0,
-            "LIMITS": self.limits is not None,
-        }
-
-
-def swiglu(
-    rows: Tensor, ids: Tensor, first: int, experts: int, how: Activation, out: Tensor | None = None
-) -> Tensor:
-    """Return bf16 [P, I] of bf16 rows [P, 2 * I], contiguous; foreign rows are not written."""
-    pairs, width = rows.shape[0], _width("swiglu", rows)
-    demand_contiguous(ids, "swiglu's ids")
-    if out is None:
-        out = torch.empty((pairs, width), dtype=torch.bfloat16, device=rows.device)
-    if pairs:
-        tile = min(16, 1 << (pairs - 1).bit_length())
-        dispatch(
-            layer_kernels.swiglu_kernel, (-(-pairs // tile), -(-width // 128)),
-            rows, out, ids, out if how.limits is None else how.limits,
-            pairs, first, experts, how.limit, how.alpha, how.beta,
-            WIDTH=width, ROWS=tile, num_warps=4, **how.constants,
-        )  # fmt: skip
-    return out
-
-
-def swiglu_quant(
-    rows: Tensor,
-    ids: Tensor,
-    first: int,
-    experts: int,
-    how: Activation,
-    power_of_two: bool,
-    codes: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [P, I] and fp32 scales [P, I / 128] of bf16 rows [P, 2 * I], contiguous.
-
-    Foreign rows are not written.  ``codes`` and ``scales`` are memory of the caller's, row-major.
-    """
-    pairs, width = rows.shape[0], _width("swiglu_quant", rows)
-    demand_contiguous(ids, "swiglu_quant's ids")
-    if codes is None:
-        codes = torch.empty((pairs, width), dtype=torch.uint8, device=rows.device)
-    if scales is None:
-        scales = torch.empty((pairs, width // 128), dtype=torch.float32, device=rows.device)
-    if pairs:
-        tile = min(16, 1 << (pairs - 1).bit_length())
-        dispatch(
-            layer_kernels.swiglu_quant_kernel, (-(-pairs // tile), width // 128),
-            rows, codes, scales, ids, scales if how.limits is None else how.limits,
-            pairs, first, experts, how.limit, how.alpha, how.beta,
-            WIDTH=width, ROWS=tile, POWER_OF_TWO=power_of_two, num_warps=4, **how.constants,
-        )  # fmt: skip
-    return codes, scales
-
-
-def _width(step: str, rows: Tensor) -> int:
-    if not rows.is_contiguous():
-        raise ParityError(f"{step}: rows must be contiguous, strides {rows.stride()}.")
-    return rows.shape[1] // 2
 
 
 def combine(

@@ -56,7 +56,7 @@ class Rows:
 
 def run(call: Call, layout: str) -> dict[str, Tensor]:
     """Run the layer and return what every stage left behind."""
-    from moe_parity.kernels.ours import quant, steps
+    from moe_parity.kernels.ours import activation, quant, steps
 
     batch, experts, asked = call.inputs.batch, call.inputs.experts, call.inputs.asked
     expert, k, count = call.inputs.expert, batch.ids.shape[1], experts.count
@@ -66,11 +66,11 @@ def run(call: Call, layout: str) -> dict[str, Tensor]:
         codes.repeat_interleave(k, 0), scales.repeat_interleave(k, 0), experts.w13,
         experts.w13_scale,
     )  # fmt: skip
-    how = steps.Activation(
+    how = activation.Activation(
         clamp="none" if asked.limit is None else "before", limit=asked.limit or 0.0,
         alpha=asked.alpha, beta=asked.beta,
     )  # fmt: skip
-    mid, mid_scale = steps.swiglu_quant(
+    mid, mid_scale = activation.swiglu_quant(
         first, batch.ids, experts.first, count, how, asked.mid.is_power_of_two
     )
     second = rows.gemm(mid, mid_scale, experts.w2, experts.w2_scale)
