@@ -57,6 +57,10 @@ _PROMISES = {
     ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
 }
 
+_FOUND: dict[tuple[bool, tuple[str, tuple[str, ...], str]], tuple[models.Model, str]] = {}
+"""Whether products are contracted, operation and types -> model and instructions, of all launches:
+to give Triton back to its compiler and take it again costs more than most operations."""
+
 
 class VirtualBuilder(PlainOperations):
     """One launch: its memory, the program that runs, and what it has used."""
@@ -132,6 +136,17 @@ class VirtualBuilder(PlainOperations):
         return result
 
     def _find(self, key: tuple[str, tuple[str, ...], str]) -> models.Model:
+        known = self.contract, key
+        if known not in _FOUND:
+            _FOUND[known] = self._look_up(key)
+        model, text = _FOUND[known]
+        op, inputs, output = key
+        self._models[key] = model
+        self.texts[key] = text
+        self.used[f"{op} {' '.join(inputs)} -> {output}"] = text
+        return model
+
+    def _look_up(self, key: tuple[str, tuple[str, ...], str]) -> tuple[models.Model, str]:
         op, inputs, output = key
         with self._compiling():
             text = lowering.instructions(op, inputs, output)
@@ -146,10 +161,7 @@ class VirtualBuilder(PlainOperations):
                 f"{triton.__version__}, which has no exact model here; use another operation, or "
                 "add the sequence to kernels/virtual_gpu/models.py once it is measured."
             )
-        self._models[key] = model
-        self.texts[key] = text
-        self.used[f"{op} {' '.join(inputs)} -> {output}"] = text
-        return model
+        return model, text
 
     def create_fadd(self, a: Value, b: Value) -> Value:
         """Return ``a + b``, one FMA where one of them is a product to be contracted."""

@@ -145,7 +145,8 @@ def _runtime(name: str, annotated: str, value: Any, regions: list[Region]) -> An
 def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], order: Order) -> None:
     x, y, z = builder.grid
     try:
-        with language.active(builder):
+        # What the models compute with torch is not the kernel's: no mode of a caller looks at it.
+        with language.active(builder), torch._C._DisableTorchDispatch():
             body = language.function(kernel)
             for n in order(x * y * z).tolist():
                 builder.program = program = n % x, n // x % y, n // (x * y)
