@@ -1,4 +1,4 @@
-"""Triton kernels of batched experts [E, T, ...]: quantization, with SwiGLU or without, and the GEMM.
+"""Triton kernels of batched experts [E, T, ...]: quantization, after SwiGLU or alone, and the GEMM.
 
 The live rows of an expert are its first ``counts[e]`` ones; those past them are neither read nor
 written.  A count is held between 0 and T, so that no other expert's rows are touched either.  The

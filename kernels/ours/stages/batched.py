@@ -18,7 +18,7 @@ from moe_parity.references.stages import FC1, SWIGLU_QUANT
 from moe_parity.references.stages.routing import place
 
 ROOM, ROOM_ON_GPU = 1 << 14, 1 << 17
-"""Rows of [E, T] up to which every expert has room for all pairs, so that nobody looks at counts."""
+"""Rows of [E, T] up to which each expert has room for all pairs, so that no count is looked at."""
 
 SPARE = 3
 """Rows that no expert can fill."""
@@ -49,7 +49,7 @@ class _Room:
         return made[:-1].view(experts, tokens, rows.shape[1])
 
     def taken(self, batched: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return rows [P, C] of [E, T, C], with the strides of ``like``; zeros where none owns it."""
+        """Return rows [P, C] of [E, T, C] in ``like``, if any; zeros for those of nobody."""
         experts, tokens = self.shape
         rows = batched.reshape(experts * tokens, -1)
         owned = (self.slot < experts * tokens)[:, None]
