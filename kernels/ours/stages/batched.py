@@ -20,6 +20,9 @@ from moe_parity.references.stages.routing import place
 ROOM, ROOM_ON_GPU = 1 << 14, 1 << 17
 """Rows of [E, T] up to which each expert has room for all pairs, so that no count is looked at."""
 
+FEW_PROGRAMS = 7
+"""Programs of a quantization on the virtual GPU, which runs them one by one: each takes tiles."""
+
 SPARE = 3
 """Rows that no expert can fill."""
 
@@ -89,8 +92,13 @@ def _supports_rows(case: Case, device: str) -> str | None:
     return _too_large(case.m, case.e, device)
 
 
+def _tiles(case: Case) -> int:
+    """Count four for each tile of 16 rows and a group; an expert with a row has one at least."""
+    return 4 * (min(case.m, case.e) + case.m // 16) * -(-case.i // BLOCK) + FEW_PROGRAMS // 4
+
+
 @ours(
-    "ours_swiglu_quant_batched", SWIGLU_QUANT, supports=_supports_rows,
+    "ours_swiglu_quant_batched", SWIGLU_QUANT, supports=_supports_rows, cost=_tiles,
     note="Our SwiGLU with quantization of batched experts, persistent.",
 )  # fmt: skip
 def swiglu_quant_batched(call: Call) -> Produced:
@@ -113,6 +121,7 @@ def swiglu_quant_batched(call: Call) -> Produced:
     batched.batched_swiglu_quant(
         rows, room.counts, how, scale=case.scale, group=case.group, layout=case.layout,
         codes=codes, scales=scales,
+        programs=batched.PROGRAMS if rows.is_cuda else FEW_PROGRAMS,
     )  # fmt: skip
     wanted = call.outputs["scales"]
     like = torch.empty_strided(
