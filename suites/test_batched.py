@@ -279,7 +279,8 @@ def exponents(amax: Tensor, device: str) -> Tensor:
     rows = pairs.contiguous().to(device)
     counts = counts_of((rows.shape[1],), device)
     how = activation.Activation()
-    return batched.batched_swiglu_quant(rows, counts, how, scale="ue8m0")[1].cpu().flatten()
+    scales: Tensor = batched.batched_swiglu_quant(rows, counts, how, scale="ue8m0")[1]
+    return scales.cpu().flatten()
 
 
 def test_no_batched_exponent_is_one_too_small(parity_device: str, monkeypatch: pytest.MonkeyPatch):

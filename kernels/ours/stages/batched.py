@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.call import Call, Fate, Produced
+from moe_parity.kernels.call import Call, Fate, Produced, row_major_strides
 from moe_parity.kernels.ours.stages import ours
 from moe_parity.references.arithmetic.formats import BLOCK, E4M3
 from moe_parity.references.language import Case
@@ -124,9 +124,8 @@ def swiglu_quant_batched(call: Call) -> Produced:
         programs=batched.PROGRAMS if rows.is_cuda else FEW_PROGRAMS,
     )  # fmt: skip
     wanted = call.outputs["scales"]
-    like = torch.empty_strided(
-        wanted.shape, wanted.strides, dtype=wanted.dtype, device=scales.device
-    )
+    steps = wanted.strides or row_major_strides(wanted.shape)
+    like = torch.empty_strided(wanted.shape, steps, dtype=wanted.dtype, device=scales.device)
     return Produced(
         outputs={"codes": room.taken(codes), "scales": room.taken(scales, like)},
         fates={"codes": room.fates, "scales": room.fates},
