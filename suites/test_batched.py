@@ -173,9 +173,7 @@ def test_batched_scales_lie_as_they_were_asked_for(group: int, parity_device: st
     assert torch.equal(own[mask], packed[mask])
 
 
-@pytest.mark.parametrize(
-    ("experts", "tokens"), [(1, 1), (1, 17), (3, 0), (0, 4), (257, 1), (257, 2)]
-)
+@pytest.mark.parametrize(("experts", "tokens"), [(1, 1), (1, 17), (3, 0), (0, 4), (257, 2)])
 def test_batched_quantization_takes_any_number_of_experts(
     experts: int, tokens: int, parity_device: str
 ):
