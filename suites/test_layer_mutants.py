@@ -242,9 +242,9 @@ def _weights_in_the_epilogue(monkeypatch):
 def _clamp_after_silu(monkeypatch):
     plain = activation.swiglu_quant
 
-    def swiglu_quant(rows, ids, first, experts, how, power_of_two):
+    def swiglu_quant(rows, ids, first, experts, how, **words):
         how = dataclasses.replace(how, clamp="after")
-        return plain(rows, ids, first, experts, how, power_of_two)
+        return plain(rows, ids, first, experts, how, **words)
 
     monkeypatch.setattr(activation, "swiglu_quant", swiglu_quant)
 

@@ -193,7 +193,7 @@ def test_the_steps_of_our_layer_refuse_rows_that_are_not_contiguous():
     with pytest.raises(ParityError, match=r"^swiglu: rows must be contiguous, strides \(1, 4\)\.$"):
         activation.swiglu(columns, ids, 0, 1, how)
     with pytest.raises(ParityError, match=r"^swiglu_quant: rows must be contiguous, strides"):
-        activation.swiglu_quant(columns, ids, 0, 1, how, False)
+        activation.swiglu_quant(columns, ids, 0, 1, how)
     with pytest.raises(ParityError, match=r"^combine: rows must be contiguous, strides \(1, 4\)"):
         steps.combine(columns, one, ids, 0, 1, torch.empty(4, 256))
 

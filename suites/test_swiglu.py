@@ -94,7 +94,7 @@ def test_rows_that_are_nobodys_are_neither_read_nor_written(parity_device: str):
     codes = torch.full((6, 256), 0x5C, dtype=torch.uint8, device=parity_device)
     scales = torch.full((6, 2), -7.0, device=parity_device)
     activation.swiglu(rows, ids, 4, 2, activation.Activation(), out)
-    activation.swiglu_quant(rows, ids, 4, 2, activation.Activation(), False, codes, scales)
+    activation.swiglu_quant(rows, ids, 4, 2, activation.Activation(), codes=codes, scales=scales)
     foreign = torch.ones(6, dtype=torch.bool, device=parity_device)
     foreign[own] = False
     assert bool((out[foreign] == -7.0).all())

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_parity.kernels.call import demand_contiguous
 from moe_parity.kernels.ours import activation_kernels
 from moe_parity.kernels.virtual_gpu import dispatch
+from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.errors import ParityError
 
 
@@ -40,11 +41,19 @@ class Activation:
 
 
 def swiglu(
-    rows: Tensor, ids: Tensor, first: int, experts: int, how: Activation, out: Tensor | None = None
+    rows: Tensor,
+    ids: Tensor | None,
+    first: int,
+    experts: int,
+    how: Activation,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return bf16 [P, I] of bf16 rows [P, 2 * I], contiguous; foreign rows are not written."""
+    """Return bf16 [P, I] of bf16 rows [P, 2 * I], contiguous; foreign rows are not written.
+
+    Without ``ids`` every row is live.
+    """
     pairs, width = rows.shape[0], _width("swiglu", rows)
-    demand_contiguous(ids, "swiglu's ids")
+    ids = _ids("swiglu", rows, ids, first)
     if out is None:
         out = torch.empty((pairs, width), dtype=torch.bfloat16, device=rows.device)
     if pairs:
@@ -60,20 +69,27 @@ def swiglu(
 
 def swiglu_quant(
     rows: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     first: int,
     experts: int,
     how: Activation,
-    power_of_two: bool,
+    *,
+    group: int = 128,
+    scale: ScaleFormat = ScaleFormat.FP32,
+    layout: ScaleLayout = ScaleLayout.ROW,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
+    vector: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [P, I] and fp32 scales [P, I / 128] of bf16 rows [P, 2 * I], contiguous.
+    """Return codes uint8 [P, I] and scales [P, I / group] of bf16 rows [P, 2 * I].
 
-    Foreign rows are not written.  ``codes`` and ``scales`` are memory of the caller's, row-major.
+    Without ``ids`` every row is live; foreign rows are not written.  ``codes`` and ``scales`` are
+    memory of the caller's.
     """
+    if group != 128 or scale.is_packed or layout is not ScaleLayout.ROW or vector is False:
+        raise ParityError("swiglu_quant: row-major fp32 scales of groups of 128 only, so far.")
     pairs, width = rows.shape[0], _width("swiglu_quant", rows)
-    demand_contiguous(ids, "swiglu_quant's ids")
+    ids = _ids("swiglu_quant", rows, ids, first)
     if codes is None:
         codes = torch.empty((pairs, width), dtype=torch.uint8, device=rows.device)
     if scales is None:
@@ -84,9 +100,16 @@ def swiglu_quant(
             activation_kernels.swiglu_quant_kernel, (-(-pairs // tile), width // 128),
             rows, codes, scales, ids, scales if how.limits is None else how.limits,
             pairs, first, experts, how.limit, how.alpha, how.beta,
-            WIDTH=width, ROWS=tile, POWER_OF_TWO=power_of_two, num_warps=4, **how.constants,
+            WIDTH=width, ROWS=tile, POWER_OF_TWO=scale.is_power_of_two, num_warps=4,
+            **how.constants,
         )  # fmt: skip
     return codes, scales
+
+
+def _ids(step: str, rows: Tensor, ids: Tensor | None, first: int) -> Tensor:
+    if ids is None:
+        return torch.full((rows.shape[0],), first, dtype=torch.int32, device=rows.device)
+    return demand_contiguous(ids, f"{step}'s ids")
 
 
 def _width(step: str, rows: Tensor) -> int:

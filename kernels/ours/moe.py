@@ -17,6 +17,7 @@ from moe_parity.kernels.ours.activation import Activation
 from moe_parity.kernels.ours.arguments import check_call, check_experts, check_rank, number
 from moe_parity.kernels.ours.dispatch import Choice, Path, Request
 from moe_parity.kernels.ours.validate import check_codes, check_scales
+from moe_parity.references.arithmetic.formats import ScaleFormat
 from moe_parity.references.stages.layer.operands import Experts, Trace
 
 BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
@@ -175,8 +176,9 @@ def _layer(work: Work) -> Trace:
         codes, scales, experts.w13, experts.w13_scale, aligned, pairs, ids.shape[1], experts.bias13
     )
     mid, mid_scales = activation.swiglu_quant(
-        fc1, ids, first, count, work.how, work.mid_power_of_two
-    )
+        fc1, ids, first, count, work.how,
+        scale=ScaleFormat.UE8M0 if work.mid_power_of_two else ScaleFormat.FP32,
+    )  # fmt: skip
     fc2 = steps.grouped_gemm(
         mid, mid_scales, experts.w2, experts.w2_scale, aligned, pairs, 1, experts.bias2
     )

@@ -58,7 +58,8 @@ def _register_activation(name: str, note: str, clamp: str, tensor: bool) -> None
         inputs = call.inputs
         return own.swiglu_quant(
             inputs.rows, inputs.expert, 0, inputs.counts.numel(), _how(call, clamp, tensor),
-            call.case.scale.is_power_of_two, call.new("codes"), call.new("scales"),
+            group=call.case.group, scale=call.case.scale, layout=call.case.layout,
+            codes=call.new("codes"), scales=call.new("scales"),
         )  # fmt: skip
 
 
