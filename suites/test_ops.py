@@ -178,7 +178,7 @@ def fakes(mode: FakeTensorMode, args: Call) -> Call:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_fake_has_the_strides_of_the_real_one(name: str):
-    """opcheck compares strides only where a dimension has more than one element."""
+    """Opcheck compares strides only where a dimension has more than one element."""
     for args in CALLS[name]():
         with FakeTensorMode() as mode:
             made = overload(name)(*fakes(mode, args))
@@ -302,7 +302,7 @@ def test_what_is_refused_is_said(name: str, args: Callable[[], Call], words: str
 
 def test_limit_and_limits_are_one_or_the_other():
     args = (*layer(), None, 1.0, scales("l", 4), "before", 1.0, 0.0, False, None, None, BF16)
-    with pytest.raises(ParityError, match="^moe: give limit or limits, not both.$"):
+    with pytest.raises(ParityError, match=r"^moe: give limit or limits, not both\.$"):
         torch.ops.moe_parity.moe(*args)
 
 

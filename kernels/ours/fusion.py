@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from moe_parity.kernels.ours import ops  # noqa: F401: registers what is matched
+from moe_parity.kernels.ours import ops
 
 log = logging.getLogger("moe_parity")
 
-SWIGLU = torch.ops.moe_parity.swiglu.default
-ACT_QUANT = torch.ops.moe_parity.act_quant.default
-FUSED = torch.ops.moe_parity.swiglu_quant.default
+_OURS = getattr(torch.ops, ops.NAMESPACE)
+SWIGLU, ACT_QUANT, FUSED = _OURS.swiglu, _OURS.act_quant, _OURS.swiglu_quant.default
 
 
 class SwigluQuantFusion(CustomGraphPass):
@@ -41,10 +40,12 @@ class SwigluQuantFusion(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change a graph in place."""
-        for quant in graph.find_nodes(op="call_function", target=ACT_QUANT):
-            given = _arguments(quant)
+        for quant in list(graph.nodes):
+            if not _calls(quant, ACT_QUANT):
+                continue
+            given = _arguments(quant, ACT_QUANT)
             swiglu = given["x"]
-            if not isinstance(swiglu, fx.Node) or swiglu.target is not SWIGLU:
+            if not _calls(swiglu, SWIGLU):
                 continue
             reason = _why_not(swiglu, given)
             if reason is not None:
@@ -85,17 +86,25 @@ def eager_backend(fusion: SwigluQuantFusion) -> Callable[..., Any]:
     return made
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def _calls(node: Any, op: Any) -> bool:
+    """Whether a node calls an op: as Dynamo writes it, or as a functional graph does."""
+    return isinstance(node, fx.Node) and node.target in (op, op.default)
+
+
+def _names(op: Any) -> list[str]:
+    return [argument.name for argument in op.default._schema.arguments]
+
+
+def _arguments(node: fx.Node, op: Any) -> dict[str, Any]:
     """Return the arguments of a call by name."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**dict(zip(_names(op), node.args, strict=False)), **node.kwargs}
 
 
 def _why_not(swiglu: fx.Node, quant: dict[str, Any]) -> str | None:
     """Return why the bits could differ, or a tensor be missing; None where they cannot."""
     if len(swiglu.users) > 1:
         return "the BF16 activation is used elsewhere too."
-    if _arguments(swiglu)["ids"] is not None:
+    if _arguments(swiglu, SWIGLU)["ids"] is not None:
         return "rows of other ranks would be quantized by one and left alone by the other."
     if any(isinstance(quant[name], fx.Node) for name in ("group", "scale", "layout")):
         return "the group is not a constant."
@@ -105,10 +114,9 @@ def _why_not(swiglu: fx.Node, quant: dict[str, Any]) -> str | None:
 def _fuse(graph: fx.Graph, swiglu: fx.Node, quant: fx.Node, given: dict[str, Any]) -> None:
     """Put the fused op where SwiGLU was: its rows may be written between the two."""
     kept = [given[name] for name in ("group", "scale", "layout")]
-    taken = _arguments(swiglu)
-    names = [argument.name for argument in SWIGLU._schema.arguments]
+    taken = _arguments(swiglu, SWIGLU)
     with graph.inserting_before(swiglu):
-        one = graph.call_function(FUSED, (*(taken[name] for name in names), *kept))
+        one = graph.call_function(FUSED, (*(taken[name] for name in _names(SWIGLU)), *kept))
     one.meta.update(quant.meta)
     _state_strides(one, swiglu, kept)
     quant.replace_all_uses_with(one)
@@ -121,9 +129,8 @@ def _state_strides(one: fx.Node, swiglu: fx.Node, kept: list[Any]) -> None:
     eager = one.meta.pop("eager_input_vals", None)
     if eager is not None and "eager_input_vals" in swiglu.meta:
         args, named = swiglu.meta["eager_input_vals"]
-        names = [argument.name for argument in SWIGLU._schema.arguments]
-        taken = {**dict(zip(names, args, strict=False)), **named}
-        one.meta["eager_input_vals"] = ((*(taken[name] for name in names), *kept), {})
+        taken = {**dict(zip(_names(SWIGLU), args, strict=False)), **named}
+        one.meta["eager_input_vals"] = ((*(taken[name] for name in _names(SWIGLU)), *kept), {})
 
 
 @lru_cache(maxsize=64)
