@@ -35,7 +35,8 @@ OPTIONS = [
     for layout in map(str, ScaleLayout)
 ]
 
-Outputs = tuple[Tensor, ...]
+Outputs = Any
+"""Codes and scales, a tensor each; while a graph is traced one object that stands for both."""
 Model = Callable[[Tensor], Outputs]
 
 
@@ -59,6 +60,11 @@ def calls(module: fx.GraphModule) -> list[str]:
     """Return the names of our ops in a graph, in order."""
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
     return [str(t).split(".")[1] for t in targets if str(t).startswith("moe_parity.")]
+
+
+def both(made: Any) -> Outputs:
+    """Return codes and scales of an op that is traced: its result is one object then."""
+    return made[0], made[1]
 
 
 def outline(made: Outputs) -> list[tuple[Any, ...]]:
@@ -171,7 +177,7 @@ def test_fusion_in_a_cuda_graph_gives_the_bits_of_eager_mode(scale: str, parity_
 def two_layers(rows: Tensor) -> Outputs:
     left = QUANT(SWIGLU(rows, *PLAIN), 128, "fp32", "col")
     right = QUANT(SWIGLU(rows + 1, *CLAMPED), 64, "ue8m0", "row")
-    return (*left, *right)
+    return (*both(left), *both(right))
 
 
 def swapped_before(rows: Tensor) -> Outputs:
@@ -226,12 +232,12 @@ def test_fusion_reads_rows_that_are_written_afterwards_before(rows: Tensor):
 def used_twice(rows: Tensor) -> Outputs:
     """LoRA adds to the BF16 activation."""
     y = SWIGLU(rows, *PLAIN)
-    return (*QUANT(y, 128, "fp32", "row"), y)
+    return (*both(QUANT(y, 128, "fp32", "row")), y)
 
 
 def quantized_twice(rows: Tensor) -> Outputs:
     y = SWIGLU(rows, *PLAIN)
-    return (*QUANT(y, 128, "fp32", "row"), *QUANT(y, 64, "ue8m0", "row"))
+    return (*both(QUANT(y, 128, "fp32", "row")), *both(QUANT(y, 64, "ue8m0", "row")))
 
 
 def rows_of_other_ranks(rows: Tensor) -> Outputs:
@@ -265,7 +271,7 @@ def half_a_row(rows: Tensor) -> Outputs:
 
 def another_tensor(rows: Tensor) -> Outputs:
     y = SWIGLU(rows, *PLAIN)
-    return (*QUANT(rows[:, :WIDTH], 128, "fp32", "row"), y)
+    return (*both(QUANT(rows[:, :WIDTH], 128, "fp32", "row")), y)
 
 
 def into_outputs(rows: Tensor) -> Outputs:
@@ -340,19 +346,12 @@ def test_fusion_of_torchs_silu_would_change_bits(rows: Tensor):
 # --- planted faults -------------------------------------------------------------------------------
 
 
-class Dropping(fusion.SwigluQuantFusion):
-    """A pass that does not hand on one of the options."""
-
-    def __init__(self, at: int, default: Any):
-        super().__init__()
-        self.at, self.default = at, default
-
-    def __call__(self, graph: fx.Graph) -> None:
-        super().__call__(graph)
-        for node in graph.find_nodes(op="call_function", target=fusion.FUSED):
-            names = [argument.name for argument in fusion.FUSED._schema.arguments]
-            at = names.index(self.at)
-            node.args = (*node.args[:at], self.default, *node.args[at + 1 :])
+def dropping(graph: fx.Graph, name: str, default: Any) -> None:
+    """Fuse, and do not hand on one of the options."""
+    fusion.SwigluQuantFusion()(graph)
+    for node in graph.find_nodes(op="call_function", target=fusion.FUSED):
+        at = [argument.name for argument in fusion.FUSED._schema.arguments].index(name)
+        node.args = (*node.args[:at], default, *node.args[at + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -363,7 +362,7 @@ def test_a_fusion_that_drops_an_option_is_red(name: str, default: Any, rows: Ten
     """Format, layout, group, clamp, beta: each shows in bits or in how scales lie."""
     f = model(64, "ue8m0", "col", CLAMPED)
     module = traced(f)
-    Dropping(name, default)(module.graph)
+    dropping(module.graph, name, default)
     module.recompile()
     assert differing(module(rows), f(rows))
 

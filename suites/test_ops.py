@@ -82,8 +82,8 @@ CALLS: dict[str, Callable[[], list[Call]]] = {
     ],
     "act_quant_out": lambda: [
         (bf16("x", 3, 128), bytes_of(3, 128), torch.zeros(3, 1), 128, True),
-        (bf16("x", 3, 128), bytes_of(3, 128), torch.zeros(2, 3).t(), 64, False),
         (bf16("x", 3, 128), bytes_of(3, 128), torch.zeros(3, 1).int(), 128, True),
+        (bf16("x", 3, 128), bytes_of(3, 128), torch.zeros(2, 3).t(), 64, False),
     ],
     "weight_quant": lambda: [(bf16("w", 3, 130), False), (real("w", 3, 130).t(), True)],
     "weight_quant_out": lambda: [
