@@ -78,7 +78,8 @@ def rows() -> Tensor:
 
 CALLS: dict[str, Callable[[], list[Call]]] = {
     "act_quant": lambda: [
-        (bf16("x", 3, 128), 64, scale, layout) for scale in ScaleFormat for layout in ScaleLayout
+        (bf16("x", count, 128), 64, scale, layout)
+        for count in (3, 0, 1) for scale in ScaleFormat for layout in ScaleLayout
     ],
     "act_quant_out": lambda: [
         (bf16("x", 3, 128), bytes_of(3, 128), torch.zeros(3, 1), 128, True),
@@ -101,6 +102,8 @@ CALLS: dict[str, Callable[[], list[Call]]] = {
     "swiglu_quant": lambda: [
         *((rows(), None, 0, 1, *PLAIN, group, scale, layout)
           for group in (64, 128) for scale in ScaleFormat for layout in ScaleLayout),
+        *((rows()[:count], None, 0, 1, *PLAIN, 64, scale, layout) for count in (0, 1)
+          for scale in ScaleFormat for layout in ScaleLayout),
         (rows(), IDS, 0, 4, *CLAMPED, 128, "ue8m0", "row"),
         (rows(), IDS, 0, 4, "after", 0.0, scales("limits", 4), 1.0, 0.0, 128, "fp32", "row"),
     ],

@@ -39,13 +39,11 @@ def swiglu_quant(
     group: int, scale: str, layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return codes uint8 [P, I] and scales: ``act_quant`` of what ``swiglu`` returns, same bits."""
-    codes, scales = _empty(
-        rows, ids, first, experts, clamp, limit, limits, group, scale, layout
-    )  # fmt: skip
+    _stored(rows, ids, first, experts, clamp, limit, limits, group, scale, layout)
     how = Activation(clamp=clamp, limit=limit, limits=limits, alpha=alpha, beta=beta)
     return activation.swiglu_quant(
         rows, ids, first, experts, how, group=group, scale=ScaleFormat(scale),
-        layout=ScaleLayout(layout), codes=codes, scales=scales,
+        layout=ScaleLayout(layout),
     )  # fmt: skip
 
 
@@ -118,17 +116,6 @@ def _stored(
     return ((pairs, width), *form.stored(pairs, width // group, lies))
 
 
-def _empty(
-    rows: Tensor, ids: Tensor | None, first: int, experts: int,
-    clamp: str, limit: float, limits: Tensor | None, group: int, scale: str, layout: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    whole, shape, strides, dtype = _stored(
-        rows, ids, first, experts, clamp, limit, limits, group, scale, layout
-    )  # fmt: skip
-    codes = torch.empty(whole, dtype=torch.uint8, device=rows.device)
-    return codes, torch.empty_strided(shape, strides, dtype=dtype, device=rows.device)
-
-
 def _check_out(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
     clamp: str, limit: float, limits: Tensor | None, group: int, scale: str, layout: str,
@@ -164,7 +151,11 @@ def _(
     clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,  # noqa: ARG001
     group: int, scale: str, layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _empty(rows, ids, first, experts, clamp, limit, limits, group, scale, layout)
+    whole, shape, strides, dtype = _stored(
+        rows, ids, first, experts, clamp, limit, limits, group, scale, layout
+    )  # fmt: skip
+    codes = torch.empty(whole, dtype=torch.uint8, device=rows.device)
+    return codes, torch.empty_strided(shape, strides, dtype=dtype, device=rows.device)
 
 
 @swiglu_quant_out.register_fake
