@@ -332,3 +332,46 @@ def test_the_layer_compiles_once_for_both_paths():
         want = moe.run_moe(x, ids, weights, experts)
         assert torch.equal(model(x, ids, weights), want * 2)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("mid", [None, False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_layer_hands_on_every_option(first: bool, mid: bool | None):
+    """Limits, biases, alpha and beta, and the two formats in all pairs, as ``run_moe`` takes them."""
+    x, ids, weights, w13, s13, w2, s2, b13, b2, start = layer()
+    experts = moe.Experts(
+        w13=w13, w13_scale=s13, w2=w2, w2_scale=s2, bias13=b13, bias2=b2, first=start
+    )
+    want = moe.run_moe(
+        x, ids, weights, experts, limit=0.75, clamp="after", alpha=1.25, beta=0.5,
+        power_of_two=first, mid_power_of_two=mid, out_dtype=torch.float32,
+    )  # fmt: skip
+    options = (None, 0.75, None, "after", 1.25, 0.5, first, mid, None)
+    assert torch.equal(torch.ops.moe_parity.moe(*layer(), *options, torch.float32), want)
+    out = torch.zeros(2, 128)
+    torch.ops.moe_parity.moe_out(*layer(), *options, out)
+    assert torch.equal(out, want)
+    other = moe.run_moe(
+        x, ids, weights, experts, limit=0.75, clamp="after", alpha=1.25, beta=0.5,
+        power_of_two=first, mid_power_of_two=not (first if mid is None else mid),
+        out_dtype=torch.float32,
+    )  # fmt: skip
+    assert not torch.equal(other, want)
+
+
+GIVEN: dict[str, Callable[[], Call]] = {
+    "grouped_gemm": lambda: (*gemm(), real("bias", 4, 64)),
+    "swiglu_quant": lambda: (rows(), IDS, 0, 4, *CLAMPED, 64, "ue8m0packed", "tma"),
+    "combine": lambda: (bf16("rows", 4, 128), scales("w", 2, 2), IDS, 0, 4, torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_output_of_the_caller_holds_what_the_op_returns(name: str):
+    args = GIVEN[name]()
+    made = overload(name)(*args)
+    made = (made,) if isinstance(made, Tensor) else made
+    outs = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).fill_(9) for t in made)
+    kept = args[:-1] if name == "combine" else args  # its last word is the type of the output
+    overload(f"{name}_out")(*kept, *outs)
+    assert all(torch.equal(out, t) for out, t in zip(outs, made, strict=True))

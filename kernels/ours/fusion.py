@@ -73,8 +73,8 @@ def eager_backend(fusion: SwigluQuantFusion) -> Callable[..., Any]:
 
     Nothing is generated, so it needs no compiler: ``torch.compile(f, backend=eager_backend(...))``.
     """
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
 
     def run(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:  # noqa: ARG001
         fusion(module.graph)
