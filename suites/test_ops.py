@@ -337,7 +337,7 @@ def test_the_layer_compiles_once_for_both_paths():
 @pytest.mark.parametrize("mid", [None, False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_the_layer_hands_on_every_option(first: bool, mid: bool | None):
-    """Limits, biases, alpha and beta, and the two formats in all pairs, as ``run_moe`` takes them."""
+    """Limits, biases, alpha and beta, and all pairs of formats, as ``run_moe`` takes them."""
     x, ids, weights, w13, s13, w2, s2, b13, b2, start = layer()
     experts = moe.Experts(
         w13=w13, w13_scale=s13, w2=w2, w2_scale=s2, bias13=b13, bias2=b2, first=start
