@@ -64,9 +64,8 @@ LAYER_SOURCE = (
     ),
     SourceMutant(
         name="no_rounding_before_quantization",
-        old="    ).to(tl.float32)  # fmt: skip\n    scale, multiplier",
-        new="    )  # fmt: skip\n    scale, multiplier",
-        also=("return (value * up).to(tl.bfloat16)", "return value * up"),
+        old="return (value * up).to(tl.bfloat16)",
+        new="return value * up",
         check="exact_swiglu_quant",
         decision="swiglu.product_rounding=none",
     ),
