@@ -18,6 +18,7 @@ from moe_parity.references.stages.routing import draw_ids
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
+activating = pytest.importorskip("moe_parity.kernels.ours.activation_kernels", reason="needs Triton")  # fmt: skip  # noqa: E501
 kernels = pytest.importorskip("moe_parity.kernels.ours.layer_kernels", reason="needs Triton")
 aligning = pytest.importorskip("moe_parity.kernels.ours.align_kernels", reason="needs Triton")
 quantizing = pytest.importorskip("moe_parity.kernels.ours.quant_kernels", reason="needs Triton")  # fmt: skip  # noqa: E501
@@ -82,7 +83,9 @@ BATCH_DEPENDENT = {
     (aligning, "prefix_kernel"): {"blocks"},
     (aligning, "place_kernel"): {"pairs"},
     (kernels, "gemm_kernel"): {"pairs", "a_scale_row", "a_scale_column"},
-    (kernels, "swiglu_quant_kernel"): {"pairs"},
+    (activating, "swiglu_kernel"): {"pairs"},
+    (activating, "swiglu_quant_kernel"): {"pairs", "padded", "scales_row", "scales_column"},
+    (activating, "quant_rows_kernel"): {"pairs", "padded", "scales_row", "scales_column"},
 }
 
 

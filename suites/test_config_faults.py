@@ -249,11 +249,13 @@ def test_configurations_that_are_no_mapping_are_refused():
 def launched(kernel: Any, **words: Any) -> dict[str, Any]:
     """Return the options of a launch of SwiGLU's kernel on a few rows."""
     rows, out = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(4, 128, dtype=torch.bfloat16)
-    fixed: dict[str, Any] = {"WIDTH": 128, **activation.Activation().constants, **words}
+    fixed: dict[str, Any] = {
+        "WIDTH": 128, "HAS_IDS": True, "VECTOR": True, **activation.Activation().constants, **words,
+    }  # fmt: skip
     with record() as tape:
         dispatch(
             kernel, lambda seen: (-(-4 // seen["ROWS"]), 1), rows, out,
-            torch.zeros(4, dtype=torch.int32), out, 4, 0, 1, 0.0, 1.0, 0.0, **fixed,
+            torch.zeros(4, dtype=torch.int32), out, 4, 0, 1, 0.0, 1.0, 0.0, 256, 1, 128, **fixed,
         )  # fmt: skip
     (item,) = tape.launches
     assert item.kernel is activation_kernels.swiglu_kernel

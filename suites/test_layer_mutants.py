@@ -64,9 +64,8 @@ LAYER_SOURCE = (
     ),
     SourceMutant(
         name="no_rounding_before_quantization",
-        old="    ).to(tl.float32)  # fmt: skip\n    scale, multiplier",
-        new="    )  # fmt: skip\n    scale, multiplier",
-        also=("return (value * up).to(tl.bfloat16)", "return value * up"),
+        old="return (value * up).to(tl.bfloat16)",
+        new="return value * up",
         check="exact_swiglu_quant",
         decision="swiglu.product_rounding=none",
     ),
@@ -242,9 +241,9 @@ def _weights_in_the_epilogue(monkeypatch):
 def _clamp_after_silu(monkeypatch):
     plain = activation.swiglu_quant
 
-    def swiglu_quant(rows, ids, first, experts, how, power_of_two):
+    def swiglu_quant(rows, ids, first, experts, how, **words):
         how = dataclasses.replace(how, clamp="after")
-        return plain(rows, ids, first, experts, how, power_of_two)
+        return plain(rows, ids, first, experts, how, **words)
 
     monkeypatch.setattr(activation, "swiglu_quant", swiglu_quant)
 

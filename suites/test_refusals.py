@@ -190,10 +190,12 @@ def test_the_steps_of_our_layer_refuse_rows_that_are_not_contiguous():
     aligned, one = steps.align(ids, 0, 1, 16), torch.ones(4, 1)
     with pytest.raises(ParityError, match=r"^grouped_gemm: rows of a .*, strides \(1, 4\)\.$"):
         steps.grouped_gemm(codes, one, w, one[None, :1], aligned, 4, 1)
-    with pytest.raises(ParityError, match=r"^swiglu: rows must be contiguous, strides \(1, 4\)\.$"):
-        activation.swiglu(columns, ids, 0, 1, how)
-    with pytest.raises(ParityError, match=r"^swiglu_quant: rows must be contiguous, strides"):
-        activation.swiglu_quant(columns, ids, 0, 1, how, False)
+    with pytest.raises(
+        ParityError, match=r"^swiglu_quant: vectors need whole .*, strides \(1, 4\)"
+    ):
+        activation.swiglu_quant(columns, ids, 0, 1, how, vector=True)
+    with pytest.raises(ParityError, match=r"^quant_rows: rows must be contiguous .*\(1, 4\)\.$"):
+        activation.quant_rows(columns, ids, 0, 1)
     with pytest.raises(ParityError, match=r"^combine: rows must be contiguous, strides \(1, 4\)"):
         steps.combine(columns, one, ids, 0, 1, torch.empty(4, 256))
 

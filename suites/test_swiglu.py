@@ -94,7 +94,7 @@ def test_rows_that_are_nobodys_are_neither_read_nor_written(parity_device: str):
     codes = torch.full((6, 256), 0x5C, dtype=torch.uint8, device=parity_device)
     scales = torch.full((6, 2), -7.0, device=parity_device)
     activation.swiglu(rows, ids, 4, 2, activation.Activation(), out)
-    activation.swiglu_quant(rows, ids, 4, 2, activation.Activation(), False, codes, scales)
+    activation.swiglu_quant(rows, ids, 4, 2, activation.Activation(), codes=codes, scales=scales)
     foreign = torch.ones(6, dtype=torch.bool, device=parity_device)
     foreign[own] = False
     assert bool((out[foreign] == -7.0).all())
@@ -105,16 +105,18 @@ def test_rows_that_are_nobodys_are_neither_read_nor_written(parity_device: str):
     assert not bool((codes[own] == 0x5C).all(1).any())
 
 
-def test_our_swiglu_declines_what_it_cannot_do():
+@pytest.mark.parametrize("name", ["ours_swiglu_quant", "ours_swiglu_quant_scalar"])
+def test_our_swiglu_declines_what_it_cannot_do(name: str):
     """A kernel that declined more would leave the grid, and nobody would see it."""
-    kernel = find("ours_swiglu_quant")
-    for taken in ({}, {"i": 640}, {"scale": ScaleFormat.UE8M0}):
-        assert kernel.declines(Case(**taken), "cpu") is None
+    kernel = find(name)
+    for scale, layout, group in itertools.product(ScaleFormat, ScaleLayout, (64, 128)):
+        case = Case(i=640, scale=scale, layout=layout, group=group)
+        assert kernel.declines(case, "cpu") is None
     for wrong, sentence in (
         ({"i": 200}, "swiglu_quant has whole groups: I = 200 is not a multiple of 128."),
-        ({"group": 64}, "the group must be 128, not 64."),
+        ({"group": 32}, "the group must be 64 or 128, not 32."),
     ):
         assert str(kernel.declines(Case(**wrong), "cpu")) == sentence
-    for wrong in ({"scale": ScaleFormat.UE8M0_PACKED}, {"layout": ScaleLayout.COLUMN}):
-        reason = str(kernel.declines(Case(**wrong), "cpu"))
-        assert reason == "it writes row-major fp32 scales, which is what our GEMM reads."
+    for name in ("ours_swiglu_quant_after", "ours_swiglu_quant_limits"):
+        declined = find(name).declines(Case(layout=ScaleLayout.COLUMN), "cpu")
+        assert str(declined) == "formats and layouts are ours_swiglu_quant's."

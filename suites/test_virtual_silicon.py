@@ -50,6 +50,7 @@ MIDDLE = {
     "ours_fc2_large": SECOND,
     "ours_swiglu": GATED,
     "ours_swiglu_quant": GATED,
+    "ours_swiglu_quant_scalar": GATED,
     "ours_swiglu_quant_after": GATED,
     "ours_combine": [Case(m=20, e=8, k=8, h=512)],
 }

@@ -17,6 +17,7 @@ from moe_parity.kernels.ours.activation import Activation
 from moe_parity.kernels.ours.arguments import check_call, check_experts, check_rank, number
 from moe_parity.kernels.ours.dispatch import Choice, Path, Request
 from moe_parity.kernels.ours.validate import check_codes, check_scales
+from moe_parity.references.arithmetic.formats import ScaleFormat
 from moe_parity.references.stages.layer.operands import Experts, Trace
 
 BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
@@ -50,6 +51,7 @@ class Work:
     power_of_two: bool
     mid_power_of_two: bool
     out: Tensor
+    fused: bool
 
 
 def run_moe(
@@ -70,6 +72,7 @@ def run_moe(
     lora: object | None = None,
     path: Path | str | None = None,
     validate: bool = False,
+    fused: bool = True,
 ) -> Tensor:
     """Return the layer's output [M, H] of this rank's experts.
 
@@ -78,14 +81,15 @@ def run_moe(
     ``weights`` [M, k] are fp32, None for ones.  ``limit`` clamps ``before`` or ``after`` SiLU, one
     number or fp32 [E].  ``power_of_two`` rounds the scales of both quantizations up to powers of
     two, ``mid_power_of_two`` says otherwise for the second one.  ``path`` forces ``decode`` or
-    ``large``; ``validate`` looks at values and waits for the GPU.  Nothing else does, and a call
+    ``large``; ``fused`` False runs SwiGLU and the second quantization as two launches, the same
+    bits; ``validate`` looks at values and waits for the GPU.  Nothing else does, and a call
     may be captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises
     ParityError, in a sentence, for bad input.
     """
     return run_stages(
         x, ids, weights, experts, x_scale=x_scale, limit=limit, clamp=clamp, alpha=alpha, beta=beta,
         power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, out=out, out_dtype=out_dtype,
-        lora=lora, path=path, validate=validate,
+        lora=lora, path=path, validate=validate, fused=fused,
     ).out  # fmt: skip
 
 
@@ -107,6 +111,7 @@ def run_stages(
     lora: object | None = None,
     path: Path | str | None = None,
     validate: bool = False,
+    fused: bool = True,
 ) -> Trace:
     """Run the layer as :func:`run_moe` does and return every stage's tensors."""
     choice = plan(
@@ -132,6 +137,7 @@ def run_stages(
         Work(
             choice=choice, x=x, x_scale=x_scale, ids=ids, weights=weights, experts=experts, how=how,
             power_of_two=power_of_two, mid_power_of_two=mid, out=result,
+            fused=fused,
         )
     )  # fmt: skip
 
@@ -174,9 +180,12 @@ def _layer(work: Work) -> Trace:
     fc1 = steps.grouped_gemm(
         codes, scales, experts.w13, experts.w13_scale, aligned, pairs, ids.shape[1], experts.bias13
     )
-    mid, mid_scales = activation.swiglu_quant(
-        fc1, ids, first, count, work.how, work.mid_power_of_two
-    )
+    form = ScaleFormat.UE8M0 if work.mid_power_of_two else ScaleFormat.FP32
+    if work.fused:
+        mid, mid_scales = activation.swiglu_quant(fc1, ids, first, count, work.how, scale=form)
+    else:
+        rows = activation.swiglu(fc1, ids, first, count, work.how)
+        mid, mid_scales = activation.quant_rows(rows, ids, first, count, scale=form)
     fc2 = steps.grouped_gemm(
         mid, mid_scales, experts.w2, experts.w2_scale, aligned, pairs, 1, experts.bias2
     )

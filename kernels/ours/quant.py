@@ -86,7 +86,7 @@ def requantize_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def act_quant_out(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of_two: bool) -> None:
     """Quantize into given outputs; int32 scales take packed exponents.  See :func:`act_quant`."""
     rows, groups, width = _check_act_quant(x, codes, scales, group)
-    _check_memory("act_quant", x, codes, scales)
+    check_memory("act_quant", x, codes, scales)
     if rows == 0:
         return
     tile = min(32, 1 << (rows - 1).bit_length())
@@ -108,7 +108,7 @@ def act_quant_out(x: Tensor, codes: Tensor, scales: Tensor, group: int, power_of
 def weight_quant_out(w: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
     """Quantize a weight into given outputs.  See :func:`weight_quant`."""
     shape = _check_weight_quant(w, codes, scales)
-    _check_memory("weight_quant", w, codes, scales)
+    check_memory("weight_quant", w, codes, scales)
     if w.numel() == 0:
         return
     dispatch(
@@ -159,9 +159,9 @@ def _check_act_quant(x: Tensor, codes: Tensor, scales: Tensor, group: int) -> tu
     groups = columns // group
     packed = scales.dtype is torch.int32
     width = -(-groups // 4) if packed else groups
-    _check_output("act_quant", x, "codes", codes, (rows, columns), torch.uint8)
+    check_output("act_quant", x, "codes", codes, (rows, columns), torch.uint8)
     wanted = torch.int32 if packed else torch.float32
-    _check_output("act_quant", x, "scales", scales, (rows, width), wanted)
+    check_output("act_quant", x, "scales", scales, (rows, width), wanted)
     return rows, groups, width
 
 
@@ -170,26 +170,30 @@ def _check_weight_quant(w: Tensor, codes: Tensor, scales: Tensor) -> tuple[int, 
     check_input("weight_quant", w, None)
     rows, columns = w.shape
     shape = (-(-rows // BLOCK), -(-columns // BLOCK))
-    _check_output("weight_quant", w, "codes", codes, (rows, columns), torch.uint8)
-    _check_output("weight_quant", w, "scales", scales, shape, torch.float32)
+    check_output("weight_quant", w, "codes", codes, (rows, columns), torch.uint8)
+    check_output("weight_quant", w, "scales", scales, shape, torch.float32)
     return shape
 
 
-def _check_output(
+def check_output(
     op: str, x: Tensor, name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    """Raise ParityError unless an output fits; rows of scales alone need not be contiguous."""
     if out.dtype is not dtype or tuple(out.shape) != shape:
         raise ParityError(
             f"{op}: {name} must be {dtype} {list(shape)}, got {out.dtype} {list(out.shape)}."
         )
     if out.device != x.device:
         raise ParityError(f"{op}: {name} is on {out.device}, x on {x.device}; use one device.")
-    if name == "codes" and out.shape[1] > 1 and out.stride(1) != 1:
+    if name != "scales" and out.shape[1] > 1 and out.stride(1) != 1:
         raise ParityError(f"{op}: rows of {name} must be contiguous, strides {out.stride()}.")
 
 
-def _check_memory(op: str, x: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Programs read and write in any order, so no output may lie in another tensor's memory."""
+def check_memory(op: str, x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Raise ParityError where an output lies in another tensor's memory, or in its own.
+
+    Programs read and write in any order.
+    """
     for name, out in (("codes", codes), ("scales", scales)):
         if not has_own_elements(out):
             raise ParityError(

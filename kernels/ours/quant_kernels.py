@@ -37,6 +37,23 @@ def scale_and_multiplier(amax, POWER_OF_TWO: tl.constexpr):
     return tl.where(zero, 1.0, scale), tl.where(zero, 1.0, multiplier)
 
 
+@triton.jit
+def packed_byte(scale, exists):
+    """Return the exponent byte of power-of-two scales; that of a group that is none is 0."""
+    return tl.where(exists, (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF, 0)
+
+
+@triton.jit
+def store_scales(scales_ptr, row, rows, padded, column, held, live, scales_row, scales_column):
+    """Store a column of scales, or of packed words, of live rows, wherever their strides say.
+
+    Rows ``rows`` .. ``padded`` are the padding of a layout: they get 0.
+    """
+    place = scales_ptr + row.to(tl.int64) * scales_row + column.to(tl.int64) * scales_column
+    padding = (row >= rows) & (row < padded)
+    tl.store(place, tl.where(padding, 0, held), mask=live | padding)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def act_quant_kernel(
     x_ptr, codes_ptr, scales_ptr, rows,
@@ -54,7 +71,7 @@ def act_quant_kernel(
     scale, multiplier = scale_and_multiplier(tl.max(tl.abs(x), 1), POWER_OF_TWO)
     code = (x * multiplier[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(codes_ptr + wide[:, None] * codes_row + column[None, :], code, mask=live[:, None])
-    tl.store(scales_ptr + wide * scales_row + group.to(tl.int64) * scales_column, scale, mask=live)
+    store_scales(scales_ptr, row, rows, rows, group, scale, live, scales_row, scales_column)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,9 +95,8 @@ def act_quant_packed_kernel(
         scale, multiplier = scale_and_multiplier(tl.max(tl.abs(x), 1), True)
         code = (x * multiplier[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         tl.store(codes_ptr + wide[:, None] * codes_row + column[None, :], code, mask=mask)
-        byte = (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF
-        packed |= tl.where(group < groups, byte, 0) << (8 * part)
-    tl.store(words_ptr + wide * words_row + word.to(tl.int64) * words_column, packed, mask=live)
+        packed |= packed_byte(scale, group < groups) << (8 * part)
+    store_scales(words_ptr, row, rows, rows, word, packed, live, words_row, words_column)
 
 
 @triton.jit

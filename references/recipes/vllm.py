@@ -101,6 +101,24 @@ VLLM_FUSED_SILU = experts(
     SwigluRecipe(product_rounding=ProductRounding.NONE),
     _EPILOGUE,
 )
+VLLM_FUSED_SILU_SEED = experts(
+    "vllm_fused_silu_seed",
+    "vLLM silu_and_mul_per_block_quant(use_ue8m0, clamp_limit): from the seed, not run",
+    VLLM_CUDA_UE8M0,
+    VLLM_FUSED_SILU.of("swiglu_quant", QuantRecipe),
+    GemmRecipe(scale_order=ScaleOrder.A_THEN_B),
+    SwigluRecipe(product_rounding=ProductRounding.NONE),
+    _EPILOGUE,
+)
+VLLM_FUSED_SILU_PR_53875 = experts(
+    "vllm_fused_silu_pr_53875",
+    "vLLM PR 53875, the same op with roundings beside a limit, another floor: not run",
+    VLLM_CUDA_UE8M0,
+    QuantRecipe(floor=Floor.SCALE_FUSED_OR_1E_10, apply=Apply.DIVIDE, nan_element=NanElement.HIGH),
+    GemmRecipe(scale_order=ScaleOrder.A_THEN_B),
+    SwigluRecipe(product_rounding=ProductRounding.NONE, clamp_rounding=ClampRounding.PRODUCT),
+    _EPILOGUE,
+)
 _COLMAJOR = SwigluRecipe(
     silu=Silu.DIV_FULL,
     product_rounding=ProductRounding.TWICE,

@@ -24,6 +24,7 @@ from moe_parity import kernels
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands as cli
 from moe_parity.harness.cli.listing import decisions_markdown
+from moe_parity.kernels.ours.op_list import OPS
 from moe_parity.references.language import Case, Values, case, decisions, parse_id
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import STAGES
@@ -64,6 +65,12 @@ def kernel_table() -> str:
     own = [k for k in kernels.all_kernels() if k.source.is_relative_to(folder)]
     rows = [(f"`{k.name}`", k.stage.name, k.note) for k in own]
     return table("kernel|stage|what it is", rows)
+
+
+def op_table() -> str:
+    """List our custom ops; ``suites/test_ops.py`` holds them against what torch knows."""
+    rows = [(f"`{op.name}`", op.does, ", ".join(f"`{a}`" for a in op.changes)) for op in OPS]
+    return table("op|what it gives|arguments that it writes", rows)
 
 
 def recipe_table() -> str:
@@ -211,6 +218,7 @@ def model_measurements() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
+    "ops": op_table,
     "stages": stage_table,
     "recipes": recipe_table,
     "decisions": decision_tables,

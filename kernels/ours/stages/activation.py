@@ -30,11 +30,15 @@ def _how(call: Call, clamp: str, tensor: bool) -> Any:
 
 
 def _quantized_rows(case: Case, device: str) -> str | None:
-    if case.group != 128:
-        return f"the group must be 128, not {case.group}."
-    if case.scale.is_packed or case.layout is not ScaleLayout.ROW:
-        return "it writes row-major fp32 scales, which is what our GEMM reads."
+    if case.group not in (64, 128):
+        return f"the group must be 64 or 128, not {case.group}."
     return None
+
+
+def _as_our_gemm_reads(case: Case, device: str) -> str | None:
+    if case.scale.is_packed or case.layout is not ScaleLayout.ROW:
+        return "formats and layouts are ours_swiglu_quant's."
+    return _quantized_rows(case, device)
 
 
 def _swiglu(call: Call) -> Tensor:
@@ -48,22 +52,29 @@ def _swiglu(call: Call) -> Tensor:
 ours("ours_swiglu", SWIGLU, note="Our SwiGLU alone, rounded to BF16 once.")(_swiglu)
 
 
-def _register_activation(name: str, note: str, clamp: str, tensor: bool) -> None:
+def _register_activation(
+    name: str, note: str, clamp: str = "before", *, tensor: bool = False, vector: bool | None = None
+) -> None:
     recipe = OURS_AFTER if clamp == "after" else OURS
 
-    @ours(name, SWIGLU_QUANT, supports=_quantized_rows, recipe=recipe, note=note)
+    plain = clamp == "before" and not tensor
+    supports = _quantized_rows if plain else _as_our_gemm_reads
+
+    @ours(name, SWIGLU_QUANT, supports=supports, recipe=recipe, note=note)
     def activation(call: Call) -> tuple[Tensor, Tensor]:
         from moe_parity.kernels.ours import activation as own
 
         inputs = call.inputs
         return own.swiglu_quant(
             inputs.rows, inputs.expert, 0, inputs.counts.numel(), _how(call, clamp, tensor),
-            call.case.scale.is_power_of_two, call.new("codes"), call.new("scales"),
+            group=call.case.group, scale=call.case.scale, layout=call.case.layout,
+            codes=call.new("codes"), scales=call.new("scales"), vector=vector,
         )  # fmt: skip
 
 
-_register_activation("ours_swiglu_quant", "Our SwiGLU with quantization.", "before", False)
-_register_activation("ours_swiglu_quant_after", "The same, the limit after SiLU.", "after", False)
+_register_activation("ours_swiglu_quant", "Our SwiGLU with quantization.")
 _register_activation(
-    "ours_swiglu_quant_limits", "The same, a limit for each expert.", "before", True
+    "ours_swiglu_quant_scalar", "The same, element by element: any strides.", vector=False
 )
+_register_activation("ours_swiglu_quant_after", "The same, the limit after SiLU.", "after")
+_register_activation("ours_swiglu_quant_limits", "The same, a limit for each expert.", tensor=True)

@@ -71,7 +71,7 @@ def run(call: Call, layout: str) -> dict[str, Tensor]:
         alpha=asked.alpha, beta=asked.beta,
     )  # fmt: skip
     mid, mid_scale = activation.swiglu_quant(
-        first, batch.ids, experts.first, count, how, asked.mid.is_power_of_two
+        first, batch.ids, experts.first, count, how, scale=asked.mid
     )
     second = rows.gemm(mid, mid_scale, experts.w2, experts.w2_scale)
     out = torch.empty(batch.x.shape, dtype=asked.dtype, device=batch.x.device)

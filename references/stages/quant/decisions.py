@@ -31,11 +31,23 @@ class Floor(Option):
         "scale at least 1/(448*512)",
         "vLLM silu_and_mul_per_block_quant",
     )
+    SCALE_FUSED_OR_1E_10 = (
+        "scale_fused_or_1e-10",
+        "scale at least 1/(448*512), before a power of two at least 1e-10 in its place",
+        "vLLM PR 53875 (read in its source, not run)",
+    )
     SCALE_MIN_NORMAL = (
         "scale_min_normal",
         "scale at least the smallest normal fp32",
         "FlashInfer trtllm-gen",
     )
+
+
+class FloorOrder(Option):
+    """Where the floor of a scale stands beside the power of two (UE8M0 formats only)."""
+
+    BEFORE = "before", "max(s, floor), then the power of two", "vLLM, and the seed of its fused op"
+    AFTER = "after", "the power of two, then max(s, floor): the floor is none", "nobody known"
 
 
 class ZeroGroup(Option):
@@ -158,6 +170,17 @@ FLOOR = Decision(
     options=Floor,
     aim=aims.tiny_groups,
 )
+FLOOR_ORDER = Decision(
+    name="quant.floor_order",
+    question="Does the floor of a scale stand before the power of two?",
+    options=FloorOrder,
+    aim=aims.tiny_groups,
+    formats=("ue8m0",),
+    # A floor of amax comes first by itself, and one that is a power of two may come last.
+    exists=lambda recipe: (
+        recipe.floor in (Floor.SCALE_1E_10, Floor.SCALE_FUSED, Floor.SCALE_FUSED_OR_1E_10)
+    ),
+)
 ZERO_GROUP = Decision(
     name="quant.zero_group",
     question="Which scale does an all-zero group get?",
@@ -218,6 +241,7 @@ class QuantRecipe(Part):
     """How one quantizer rounds."""
 
     floor: Floor = decided(FLOOR, Floor.NONE)
+    floor_order: FloorOrder = decided(FLOOR_ORDER, FloorOrder.BEFORE)
     zero_group: ZeroGroup = decided(ZERO_GROUP, ZeroGroup.AS_FLOORED)
     scale_form: ScaleForm = decided(SCALE_FORM, ScaleForm.DIV_448)
     apply: Apply = decided(APPLY, Apply.DIVIDE)

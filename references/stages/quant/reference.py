@@ -30,6 +30,7 @@ from moe_parity.references.errors import ParityError
 from moe_parity.references.stages.quant.decisions import (
     Apply,
     Floor,
+    FloorOrder,
     NanAmax,
     NanElement,
     Overflow,
@@ -63,6 +64,7 @@ _AMAX_FLOORS = {
 _SCALE_FLOORS = {
     Floor.SCALE_1E_10: 1e-10,
     Floor.SCALE_FUSED: 1.0 / (E4M3.largest * 512.0),
+    Floor.SCALE_FUSED_OR_1E_10: 1.0 / (E4M3.largest * 512.0),
     Floor.SCALE_MIN_NORMAL: 2.0**-126,
 }
 
@@ -228,8 +230,14 @@ def _scale(amax: Tensor, recipe: QuantRecipe, power_of_two: bool, largest: float
     else:
         multiplier = special.div_approx(top, amax, ftz=True)
         scale = special.div_approx(one, multiplier, ftz=True)
-    scale = _at_least(scale, _SCALE_FLOORS.get(recipe.floor))
-    return _power_of_two(scale, recipe.power_of_two) if power_of_two else scale
+    floor = _SCALE_FLOORS.get(recipe.floor)
+    if not power_of_two:
+        return _at_least(scale, floor)
+    if recipe.floor is Floor.SCALE_FUSED_OR_1E_10:
+        floor = _SCALE_FLOORS[Floor.SCALE_1E_10]
+    if recipe.floor_order is FloorOrder.AFTER:
+        return _at_least(_power_of_two(scale, recipe.power_of_two), floor)
+    return _power_of_two(_at_least(scale, floor), recipe.power_of_two)
 
 
 def _power_of_two(scale: Tensor, how: PowerOfTwo) -> Tensor:

@@ -36,6 +36,11 @@ class ClampRounding(Option):
     )
     GATE = "gate", "the gate alone", "vLLM silu_and_mul_with_clamp, its vectorized path"
     BOTH = "both", "gate and up", "vLLM silu_mul_per_token_group_quant_fp8_colmajor"
+    PRODUCT = (
+        "product",
+        "up, SiLU of the gate, and the product: roundings that a call without a limit has not",
+        "vLLM PR 53875 (read in its source, not run)",
+    )
 
 
 class Shift(Option):

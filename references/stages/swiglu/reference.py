@@ -44,9 +44,9 @@ def swiglu(
             up = _at_most(_at_least(up, -bound), bound)
         if recipe.clamp_order is ClampOrder.BEFORE:
             gate = _at_most(gate, bound)
-            if recipe.clamp_rounding is not ClampRounding.NONE:
+            if recipe.clamp_rounding in (ClampRounding.GATE, ClampRounding.BOTH):
                 gate = round_bf16(gate)
-        if recipe.clamp_rounding is ClampRounding.BOTH:
+        if recipe.clamp_rounding in (ClampRounding.BOTH, ClampRounding.PRODUCT):
             up = round_bf16(up)
     value = silu(gate, recipe.silu, alpha)
     if clamp and recipe.clamp_order is ClampOrder.AFTER:
@@ -55,10 +55,13 @@ def swiglu(
         up = add_rn(up, f32(beta, up))
     if recipe.shift is Shift.ALWAYS_BF16:
         up = round_bf16(up)
-    if recipe.product_rounding is ProductRounding.TWICE:
+    rounded = clamp and recipe.clamp_rounding is ClampRounding.PRODUCT
+    if rounded or recipe.product_rounding is ProductRounding.TWICE:
         value = round_bf16(value)
     product = mul_rn(value, up)
-    return product if recipe.product_rounding is ProductRounding.NONE else round_bf16(product)
+    if not rounded and recipe.product_rounding is ProductRounding.NONE:
+        return product
+    return round_bf16(product)
 
 
 def _at_most(x: Tensor, bound: Tensor) -> Tensor:

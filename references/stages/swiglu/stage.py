@@ -31,7 +31,11 @@ from moe_parity.references.stages.quant.stage import (
     scale_output,
 )
 from moe_parity.references.stages.swiglu import aims
-from moe_parity.references.stages.swiglu.decisions import ProductRounding, SwigluRecipe
+from moe_parity.references.stages.swiglu.decisions import (
+    ClampRounding,
+    ProductRounding,
+    SwigluRecipe,
+)
 from moe_parity.references.stages.swiglu.pools import pool
 from moe_parity.references.stages.swiglu.reference import swiglu
 
@@ -142,7 +146,9 @@ class Swiglu(Stage[GateUpRows]):
         for wrong in wrongs(inputs, part):
             yield wrong.mistake(lambda rows: {"rows": f32_to_bf16(rows)})
         plain = dataclasses.replace(part, product_rounding=ProductRounding.NONE)
-        if part.product_rounding is not ProductRounding.TWICE:
+        # What a limit rounds by itself is no product any more that could be rounded otherwise.
+        limited = inputs.limit is not None and part.clamp_rounding is ClampRounding.PRODUCT
+        if part.product_rounding is not ProductRounding.TWICE and not limited:
             exact = recipe.with_parts(swiglu=plain)
             yield from rounded(lambda: activated(inputs, exact), lambda rows: {"rows": rows})
         yield from lost(lambda: self.reference(case, inputs, recipe))
