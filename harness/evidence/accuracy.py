@@ -194,9 +194,7 @@ def _batches(tokens: Tensor, m: int, sample: int) -> Iterator[Tensor]:
         start += m
 
 
-def _error(
-    subject: Subject, m: int, against: str, pairs: Sequence[tuple[Tensor, Tensor]]
-) -> Error:
+def _error(subject: Subject, m: int, against: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Error:
     l2, mean, largest = [], [], []
     for got, want in pairs:
         apart = got - want
@@ -339,7 +337,9 @@ def cells(found: Sequence[Error], against: str = "bf16", norm: str = "l2") -> li
         own = [by.get((*column, m)) for column in COLUMNS]
         seen = max(e.tokens for e in own if e)
         values = [f"{getattr(e, norm):.4f}" if e else "" for e in own]
-        said = [figures for start, figures in SEED_FIGURES.items() if start == m or 64 <= start <= m]
+        said = [
+            figures for start, figures in SEED_FIGURES.items() if start == m or 64 <= start <= m
+        ]
         seed = f"{said[-1][0]} -> {said[-1][1]}" if said and against == "bf16" else ""
         rows.append((str(m), str(seen), *values, seed))
     return rows

@@ -1,8 +1,8 @@
 """The near-tolerance shape of seed 000: N = 4608, K = 7168 in vLLM's block-FP8 test.
 
 ``python -m moe_parity.harness.evidence.near_tolerance -o FILE`` prints, for both scale formats and
-both SwiGLUs, how close a kernel comes to the test's atol = rtol = 0.035, and which roundings take it
-there: the test's own reference with one of them at a time as the kernel has it.
+both SwiGLUs, how close a kernel comes to the test's atol = rtol = 0.035, and which roundings take
+it there: the test's own reference with one of them at a time as the kernel has it.
 
 The kernel is the reference of its recipe, bit for bit.  The test's reference is that of
 ``tests/kernels/moe/test_block_fp8.py``: fp32 products of dequantized tiles, SiLU in BF16 or, for a
@@ -17,20 +17,20 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, round_bf16, to_f32
+from moe_parity.references.arithmetic.formats import BLOCK, E4M3, ScaleFormat, round_bf16, to_f32
 from moe_parity.references.language import Recipe
 from moe_parity.references.recipes.deepgemm import DEEPGEMM
 from moe_parity.references.recipes.vllm import VLLM_FUSED_SILU, VLLM_TRITON
 from moe_parity.references.stages.combine import CombineRecipe, combine
 from moe_parity.references.stages.gemm.decisions import Accumulate, DotUnit, GemmRecipe
-from moe_parity.references.stages.gemm.reference import finish, grouped
+from moe_parity.references.stages.gemm.reference import finish, grouped, hit
 from moe_parity.references.stages.quant.decisions import Apply, Floor, QuantRecipe
 from moe_parity.references.stages.quant.reference import QuantOutput, act_quant, weight_quant
 from moe_parity.references.stages.swiglu.decisions import ProductRounding, SwigluRecipe
@@ -55,6 +55,8 @@ class Sizes:
     i: int = 4608
     h: int = 7168
     seed: int = 0
+    largest: int = 0
+    """Only so many of the m tokens, those with the largest inputs of FC2; 0 for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ _SILU_BF16 = SwigluRecipe(silu=Silu.DIV, product_rounding=ProductRounding.TWICE)
 _SILU_FP32 = SwigluRecipe(silu=Silu.DIV, product_rounding=ProductRounding.NONE)
 BF16_SILU = How(act=_NATIVE, fc1=_FP32, swiglu=_SILU_BF16, mid=_NATIVE, fc2=_FP32, weights=None)
 """``torch_w8a8_block_fp8_moe``."""
-FP32_SILU = dataclasses.replace(BF16_SILU, swiglu=_SILU_FP32)
+FP32_SILU = replace(BF16_SILU, swiglu=_SILU_FP32)
 """The same with SiLU and its product in fp32, as seed 000 applies it on CUDA too."""
 
 
@@ -135,6 +137,8 @@ class Near:
     """The share of FC2's input codes that differ."""
     small: int
     """Of the ``NEAREST`` outputs, those with |b| below its root mean square."""
+    flip: float
+    """The most that a single differing code does to the worst output, as a share of its a - b."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +158,31 @@ def inputs_of(sizes: Sizes) -> Inputs:
     x = random_bits.normal(seed, "near/x", sizes.m, sizes.h)
     score = random_bits.normal(seed, "near/score", sizes.m, sizes.e)
     weights, ids = torch.softmax(round_bf16(score), dim=1).topk(sizes.k, dim=1)
-    return Inputs(
+    made = Inputs(
         x=round_bf16(round_bf16(x) / 10), ids=ids, weights=weights,
         w13=_weight(sizes, "w13", 2 * sizes.i, sizes.h),
         w2=_weight(sizes, "w2", sizes.h, sizes.i),
     )  # fmt: skip
+    return _largest(made, sizes.largest) if sizes.largest else made
+
+
+def _largest(inputs: Inputs, count: int) -> Inputs:
+    """Return the batch of the tokens in which one weighted input of FC2 is largest, in order."""
+    size = torch.zeros(inputs.ids.shape)
+    for e in hit(inputs.ids):
+        token, slot = (inputs.ids == e).nonzero(as_tuple=True)
+        w13 = _dequantized(inputs.w13, e)
+        gate, up = (inputs.x[token] @ w13.t()).chunk(2, dim=1)
+        top = (torch.nn.functional.silu(gate) * up).abs().amax(1)
+        size[token, slot] = top * inputs.weights[token, slot]
+    tokens = size.amax(1).topk(count).indices.sort().values
+    return replace(
+        inputs, x=inputs.x[tokens], ids=inputs.ids[tokens], weights=inputs.weights[tokens]
+    )
+
+
+def _dequantized(w: QuantOutput, e: int) -> Tensor:
+    return E4M3.dequantized(w.codes[e], w.scales[e], BLOCK, BLOCK).float()
 
 
 def _weight(sizes: Sizes, name: str, rows: int, columns: int) -> QuantOutput:
@@ -199,8 +223,8 @@ class Layers:
     def _gemm(self, codes: Tensor, scales: Tensor, w: QuantOutput, gemm: GemmRecipe) -> Tensor:
         return grouped(codes, scales, w.codes, w.scales, self.inputs.ids.flatten(), gemm)
 
-    def outputs(self, how: How) -> tuple[Tensor, Tensor]:
-        """Return the output as fp32 [M, H], and the codes [P, I] that FC2 read."""
+    def outputs(self, how: How) -> tuple[Tensor, QuantOutput]:
+        """Return the output as fp32 [M, H], and what FC2 read: codes and scales of [P, I]."""
         weights = self.inputs.weights
         y = swiglu(self.fc1(how.act, how.fc1), how.swiglu)
         mid = act_quant(y, how.mid, scale=self.scale)
@@ -208,31 +232,49 @@ class Layers:
         if how.weights is None:
             rows = to_f32(finish(total, None, how.fc2)).view(*weights.shape, -1)
             weighted = round_bf16(rows * round_bf16(weights)[..., None])
-            return round_bf16(weighted.sum(dim=1)), mid.codes
+            return round_bf16(weighted.sum(dim=1)), mid
         rows = finish(total, None, how.fc2, weights.flatten()).view(*weights.shape, -1)
         owned = torch.ones(weights.shape, dtype=torch.bool)
-        return to_f32(combine(rows, weights, owned, how.weights)), mid.codes
+        return to_f32(combine(rows, weights, owned, how.weights)), mid
+
+    def largest_flip(self, got: QuantOutput, want: QuantOutput, token: int, column: int) -> float:
+        """Return the most that one differing code does to an output, in magnitude."""
+        largest = 0.0
+        for slot, e in enumerate(self.inputs.ids[token].tolist()):
+            pair = slice(token * self.inputs.ids.shape[1] + slot, None)
+            left, right = (
+                E4M3.dequantized(one.codes[pair][:1], one.scales[pair][:1], 1, BLOCK)[0]
+                for one in (got, want)
+            )
+            tiles = self.inputs.w2.scales[e, column // BLOCK].repeat_interleave(BLOCK)
+            w2 = E4M3.decode(self.inputs.w2.codes[e, column]) * tiles
+            apart = (left - right).abs() * w2.abs() * self.inputs.weights[token, slot]
+            largest = max(largest, float(apart.max()))
+        return largest
 
 
 def single_changes(test: How, kernel: How) -> Iterator[tuple[str, How]]:
     """Yield the test's reference with one thing as the kernel has it, then the kernel itself."""
-    quant = {"act": kernel.act, "mid": kernel.mid}
-    order = {"scale_order": kernel.fc1.scale_order, "accumulate": kernel.fc1.accumulate}
-    yield "quant.apply", dataclasses.replace(test, **quant)
-    for name in ("fc1", "fc2"):
-        gemm: GemmRecipe = getattr(test, name)
-        unit = dataclasses.replace(gemm, unit=kernel.fc1.unit)
-        yield f"gemm.unit in {name}", dataclasses.replace(test, **{name: unit})
-    both = {name: dataclasses.replace(getattr(test, name), **order) for name in ("fc1", "fc2")}
-    yield "gemm.scale_order, gemm.accumulate", dataclasses.replace(test, **both)
+
+    def ordered(gemm: GemmRecipe) -> GemmRecipe:
+        return replace(gemm, scale_order=gemm1.scale_order, accumulate=gemm1.accumulate)
+
+    gemm1 = kernel.fc1
+    yield "quant.apply", replace(test, act=kernel.act, mid=kernel.mid)
+    yield "gemm.unit in fc1", replace(test, fc1=replace(test.fc1, unit=gemm1.unit))
+    yield "gemm.unit in fc2", replace(test, fc2=replace(test.fc2, unit=gemm1.unit))
+    steps = replace(test, fc1=ordered(test.fc1), fc2=ordered(test.fc2))
+    yield "gemm.scale_order, gemm.accumulate", steps
     if test.swiglu.product_rounding is not kernel.swiglu.product_rounding:
-        yield "swiglu.product_rounding", dataclasses.replace(test, swiglu=kernel.swiglu)
-    yield "combine.weights_at", dataclasses.replace(test, weights=kernel.weights)
+        yield "swiglu.product_rounding", replace(test, swiglu=kernel.swiglu)
+    yield "combine.weights_at", replace(test, weights=kernel.weights)
     yield "all of them", kernel
 
 
-def measure(scenario: str, changed: str, got: Tensor, want: Tensor, codes: float) -> Near:
-    """Measure fp32 outputs against the reference's."""
+def measure(
+    scenario: str, changed: str, got: Tensor, want: Tensor, *, codes: float = 0.0, flip: float = 0.0
+) -> Near:
+    """Measure fp32 outputs against the reference's; ``flip`` in magnitude."""
     apart, size = (got - want).double().abs(), want.double().abs()
     ratio = apart / (TOLERANCE + TOLERANCE * size)
     rms = float(size.square().mean().sqrt())
@@ -241,6 +283,7 @@ def measure(scenario: str, changed: str, got: Tensor, want: Tensor, codes: float
         scenario=scenario, changed=changed, outputs=ratio.numel(), over=int((ratio > 1).sum()),
         worst=float(ratio.max()), rms=float(apart.square().mean().sqrt()), size=rms, codes=codes,
         small=int((size.flatten()[nearest] < rms).sum()),
+        flip=flip / max(float(apart.flatten()[nearest[0]]), 1e-30),
     )  # fmt: skip
 
 
@@ -252,12 +295,14 @@ def near(
     made: dict[ScaleFormat, Layers] = {}
     for scenario in scenarios:
         layers = made.setdefault(scenario.scale, Layers(inputs, scenario.scale))
-        want, codes = layers.outputs(scenario.reference)
+        want, read = layers.outputs(scenario.reference)
         for changed, how in single_changes(scenario.reference, How.of(scenario.kernel)):
             if split or changed == "all of them":
                 got, seen = layers.outputs(how)
-                differ = float((seen != codes).float().mean())
-                yield measure(scenario.name, changed, got, want, differ)
+                codes = float((seen.codes != read.codes).float().mean())
+                worst = int(((got - want).abs() / (1 + want.abs())).argmax())
+                flip = layers.largest_flip(seen, read, *divmod(worst, want.shape[1]))
+                yield measure(scenario.name, changed, got, want, codes=codes, flip=flip)
 
 
 def main(args: Sequence[str] | None = None) -> int:
