@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from moe_parity.harness.evidence.near_tolerance import BF16_SILU, FP32_SILU, How
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import E4M3, ScaleFormat, f32_to_bf16, to_f32
 from moe_parity.references.errors import ParityError
-from moe_parity.references.recipes.ours import OURS
-from moe_parity.references.recipes.vllm import VLLM_TRITON
 from moe_parity.references.stages.layer.operands import Asked, Experts, LayerInputs, Routed
 from moe_parity.references.stages.layer.reference import layer
 
@@ -105,27 +104,31 @@ def test_a_large_batch_is_sampled_evenly():
     assert [part.tolist() for part in accuracy._batches(tokens, 2, 4)] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("scale", accuracy.FORMATS, ids=lambda s: s.value)
-@pytest.mark.parametrize("recipe", [VLLM_TRITON, OURS], ids=lambda r: r.name)
-def test_its_layer_is_that_of_the_reference(recipe, scale: ScaleFormat):
-    """Expert by expert, with FC1 shared, the bits are those of the whole layer."""
+def test_its_layers_are_those_of_the_reference():
+    """Expert by expert, FC1 shared where it is the same, the bits are those of the whole layer."""
     setting = Setting(h=256, i=128, e=4, k=2)
     batch = accuracy._Batch.drawn(setting, list(range(6)), 6)
-    subject = accuracy.Subject(name="one", recipe=recipe, scale=scale, counts=(6,))
-    run = accuracy._Run(subject, batch, torch.arange(6))
+    asked = list(subjects([6, 65], [6]))
+    assert len({s.recipe.name for s in asked}) == 5
+    runs = [accuracy._Run(subject, batch, torch.arange(6)) for subject in asked]
     made = [accuracy._Expert(setting, e) for e in range(setting.e)]
     for e, expert in enumerate(made):
-        run.add(e, expert, {})
+        kept: dict[object, torch.Tensor] = {}
+        for run in runs:
+            run.add(e, expert, kept)
+        assert len(kept) == 6, "two formats of three orders of scales"
     tensors = {
         f"{name}{part}": torch.stack([getattr(one.quantized[n], field) for one in made])
         for n, name in enumerate(("w13", "w2"))
         for part, field in (("", "codes"), ("_scale", "scales"))
     }
-    whole = LayerInputs(
-        batch=Routed(x=f32_to_bf16(batch.x), ids=batch.ids.int(), weights=batch.weights),
-        experts=Experts(**tensors), asked=Asked(scale=scale, mid=scale),
-    )  # fmt: skip
-    assert torch.equal(run.out(), layer(whole, recipe).out)
+    for run in runs:
+        scale = run.subject.scale
+        whole = LayerInputs(
+            batch=Routed(x=f32_to_bf16(batch.x), ids=batch.ids.int(), weights=batch.weights),
+            experts=Experts(**tensors), asked=Asked(scale=scale, mid=scale),
+        )  # fmt: skip
+        assert torch.equal(run.out(), layer(whole, run.subject.recipe).out), run.subject.name
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -233,6 +236,35 @@ def test_the_distance_to_the_tolerance_is_that_of_assert_close():
         passed = torch.isclose(got, want, atol=0.035, rtol=0.035)
         assert int((~passed).sum()) == over
         assert near.small == 3, "the root mean square is 2.29"
+
+
+def test_the_largest_tokens_are_those_with_the_largest_weighted_input_of_fc2():
+    whole = near_tolerance.inputs_of(SMALL)
+    read = near_tolerance.Layers(whole, ScaleFormat.FP32).outputs(FP32_SILU)[1]
+    # The scale of a group is its largest magnitude / 448.
+    size = (read.scales.amax(1).view(whole.ids.shape) * whole.weights).amax(1)
+    chosen = near_tolerance.inputs_of(replace(SMALL, largest=3))
+    tokens = size.topk(3).indices.sort().values
+    assert torch.equal(chosen.x, whole.x[tokens])
+    assert torch.equal(chosen.ids, whole.ids[tokens])
+    assert torch.equal(chosen.weights, whole.weights[tokens])
+
+
+def test_the_largest_flip_is_what_one_code_does():
+    inputs = near_tolerance.inputs_of(SMALL)
+    layers = near_tolerance.Layers(inputs, ScaleFormat.FP32)
+    read = layers.outputs(BF16_SILU)[1]
+    token, slot, where, column = 4, 1, 200, 131
+    pair = token * SMALL.k + slot
+    codes = read.codes.clone()
+    codes[pair, where] ^= 0x80
+    expert = int(inputs.ids[token, slot])
+    w2 = E4M3.decode(inputs.w2.codes[expert, column, where]) * inputs.w2.scales[expert, 1, 1]
+    y = E4M3.decode(read.codes[pair, where]) * read.scales[pair, 1]
+    flipped = float((2 * y).abs() * w2.abs() * inputs.weights[token, slot])
+    other = near_tolerance.QuantOutput(codes=codes, scales=read.scales)
+    assert f"{layers.largest_flip(other, read, token, column):.5e}" == f"{flipped:.5e}"
+    assert layers.largest_flip(other, read, token - 1, column) == 0.0
 
 
 def test_the_committed_distances_are_of_the_shape_in_the_catalogue():
