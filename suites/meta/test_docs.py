@@ -228,7 +228,7 @@ def near_measurements(scenario: str) -> str:
             tokens = f"{few} of {one['m']}" if few else str(one["m"])
             name = changed if changed == "all of them" else f"`{changed}`"
             seen = [f"{one['codes']:.2%}", f"{one['rms']:.2g}", f"{one['worst']:.2f}"]
-            share = f"{one['flip']:.0%}" if one["worst"] else ""
+            share = f"{one['flip']:.0%}" if one["flip"] is not None else ""
             rows.append((name, tokens, *seen, one["over"], one["small"], share))
     return table("as the kernel has it|tokens|codes|rms|worst|over|small|one code", rows)
 
