@@ -35,8 +35,13 @@ MODELS = (
     Shape(name="glm_5_3_tp8", e=256, k=8, h=6144, i=256),
     Shape(name="glm_5_3_flash_tp4", e=288, k=8, h=4096, i=512),
     Shape(name="seed_benchmark", e=32, k=8, h=7168, i=2048),
+    Shape(name="near_tolerance", e=8, k=2, h=7168, i=4608),
 )
-"""Per rank; I is that of the rank under tensor parallelism."""
+"""Per rank; I is that of the rank under tensor parallelism.
+
+``near_tolerance`` is N = 4608, K = 7168 of vLLM's block-FP8 test, the shape at which seed 000 has
+three failures near the tolerance; E and top-k are the middle ones of the test's.
+"""
 
 ODD = (
     Shape(name="odd_experts_72", e=72, k=2, h=512, i=256),

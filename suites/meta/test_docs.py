@@ -24,6 +24,8 @@ from moe_parity import kernels
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands as cli
 from moe_parity.harness.cli.listing import decisions_markdown
+from moe_parity.harness.evidence import accuracy
+from moe_parity.harness.evidence.near_tolerance import SCENARIOS
 from moe_parity.kernels.ours.op_list import OPS
 from moe_parity.references.language import Case, Values, case, decisions, parse_id
 from moe_parity.references.recipes import ALL
@@ -44,6 +46,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
 CHECK = ROOT / "docs/measurements/data/check-h200-2026-11-30.jsonl.xz"
 PLANTED = ROOT / "docs/measurements/data/faults.jsonl.xz"
+ACCURACY = ROOT / "docs/measurements/data/accuracy-2026-11-30.jsonl"
+NEAR = ROOT / "docs/measurements/data/near-tolerance-2026-11-30.jsonl"
 PRODUCTION = ROOT / "docs/measurements/data/production-h200-2026-11-29.jsonl.xz"
 
 
@@ -216,6 +220,26 @@ def model_measurements() -> str:
     return table("model|records|outputs compared|differing", rows)
 
 
+def accuracy_measurements(against: str, norm: str) -> str:
+    """Show the committed accuracy table in one norm against one yardstick."""
+    rows: list[tuple[object, ...]] = list(accuracy.cells(accuracy.read(ACCURACY), against, norm))
+    return table("|".join(accuracy.HEAD), rows)
+
+
+def near_measurements(scenario: str) -> str:
+    """Show how close each rounding comes to the tolerance, between two sides."""
+    rows = []
+    for one in map(json.loads, NEAR.read_text().splitlines()):
+        if one["scenario"] == scenario:
+            few, changed = one["largest"], one["changed"]
+            tokens = f"{few} of {one['m']}" if few else str(one["m"])
+            name = changed if changed == "all of them" else f"`{changed}`"
+            seen = [f"{one['codes']:.2%}", f"{one['rms']:.2g}", f"{one['worst']:.2f}"]
+            share = f"{one['flip']:.0%}" if one["flip"] is not None else ""
+            rows.append((name, tokens, *seen, one["over"], one["small"], share))
+    return table("as the kernel has it|tokens|codes|rms|worst|over|small|one code", rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
     "ops": op_table,
@@ -231,6 +255,13 @@ GENERATED: dict[str, Callable[[], str]] = {
     "model_measurements": model_measurements,
     "check_measurements": check_measurements,
     "production_measurements": production_measurements,
+    "accuracy_bf16": lambda: accuracy_measurements("bf16", "l2"),
+    "accuracy_bf16_mean": lambda: accuracy_measurements("bf16", "mean"),
+    "accuracy_bf16_max": lambda: accuracy_measurements("bf16", "max"),
+    "accuracy_dequantized": lambda: accuracy_measurements("dequantized", "l2"),
+    "near_e8m0": lambda: near_measurements(SCENARIOS[0].name),
+    "near_bf16_silu": lambda: near_measurements(SCENARIOS[1].name),
+    "near_fp32_silu": lambda: near_measurements(SCENARIOS[2].name),
 }
 
 
