@@ -147,7 +147,7 @@ def test_a_gpu_without_a_model_accuses_nothing(monkeypatch: pytest.MonkeyPatch):
     assert ours == {
         "ours_fc1_decode", "ours_fc1_large", "ours_fc2_decode", "ours_fc2_large", "ours_swiglu",
         "ours_swiglu_quant", "ours_swiglu_quant_after", "ours_swiglu_quant_limits", "ours_decode",
-        "ours_large",
+        "ours_large", "ours_fc2_sorted", "ours_sorted",
     }  # fmt: skip
     assert skip_of(find("ours_act_quant"), Case(m=3), "cuda") is None
 

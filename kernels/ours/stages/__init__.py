@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_parity.kernels.registry import Run, Supports, register
+from moe_parity.kernels.registry import Cost, Run, Supports, register
 from moe_parity.references.language import Check, Contract, Recipe, Skip, Stage, Why
 from moe_parity.references.recipes.ours import OURS
 
@@ -31,9 +31,10 @@ def ours(
     supports: Supports | None = None,
     note: str = "",
     configs: Mapping[str, Any] | None = None,
+    cost: Cost | None = None,
 ) -> Callable[[Run], Run]:
     """Return a decorator that registers a kernel of ours, in Triton, under our contract."""
     return register(
         name, stage=stage, recipes=recipe, supports=supports, unavailable=unavailable,
-        triton=True, note=note, contract=SERVING, configs=configs,
+        triton=True, note=note, contract=SERVING, configs=configs, cost=cost,
     )  # fmt: skip
