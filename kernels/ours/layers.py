@@ -52,10 +52,11 @@ def _register(path: str) -> None:
 def sorted_layer(call: Call) -> dict[str, Tensor]:
     """Run the large path on sorted rows; what lies between the GEMMs is put in pair order."""
     from moe_parity.kernels.ours import moe, sorted_rows, steps
+    from moe_parity.kernels.ours.dispatch import Path
 
     ran = run_path(call, "large", down="sorted")
     ids, experts = call.inputs.batch.ids, call.inputs.experts
-    aligned = steps.align(ids, experts.first, experts.count, moe.BLOCK[moe.Path.LARGE])
+    aligned = steps.align(ids, experts.first, experts.count, moe.BLOCK[Path.LARGE])
     codes, scales = sorted_rows.in_pair_order(
         ran["mid_codes"], ran["mid_scales"], aligned, ids.numel()
     )
