@@ -130,9 +130,11 @@ def in_pair_order(
 
     Rows of pairs that are in no block are zeros.  Waits for nothing.
     """
-    used = (aligned.block_expert >= 0)[:, None]
-    # Slots of blocks that are not used hold anything, those without a pair ``pairs``: one row more.
-    slots = aligned.slots.view(-1, aligned.block).where(used, pairs).flatten().long()
+    slots = aligned.slots.view(-1, aligned.block)
+    live = (aligned.block_expert >= 0)[:, None] & (slots >= 0) & (slots < pairs)
+    # Blocks that are not used hold anything, as all do where launches are recorded and not run:
+    # what is no pair goes to one row more.
+    slots = slots.where(live, pairs).flatten().long()
     by_row = scales.transpose(1, 2).reshape(slots.numel(), -1)
     kept = codes.new_zeros((pairs + 1, codes.shape[1]))
     kept_scales = scales.new_zeros((pairs + 1, by_row.shape[1]))
