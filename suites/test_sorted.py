@@ -66,7 +66,7 @@ FORMATS = {
     "ue8m0-fp32": {"power_of_two": True, "mid_power_of_two": False},
 }
 ROUTED = {
-    "a few tokens": dataclasses.replace(SMALL, i=256),
+    "a few tokens": dataclasses.replace(SMALL, i=256, values=Values.NORMAL),
     "one token": dataclasses.replace(SMALL, m=1),
     "empty experts": dataclasses.replace(SMALL, m=2, e=16),
     "one expert for all": dataclasses.replace(SMALL, m=66, k=1, routing=Routing.ONE),
