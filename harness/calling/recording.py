@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from moe_parity.kernels import described
+
 READS = {"tolist", "numpy", "__array__", "__dlpack__", "cpu"}
 """Methods that look at values and that no op shows."""
 HOST = {"tensor", "as_tensor", "from_numpy", "frombuffer"}
@@ -171,15 +173,29 @@ class Recording:
                 named = zip(step.kernel.arg_names, step.args, strict=False)
                 values = {"grid": step.grid, **dict(named), **step.options}
             for argument, value in values.items():
-                flat = [v for v in tree_leaves(value) if not isinstance(v, Tensor | Gone)]
+                flat = [v for v in _leaves(value) if not isinstance(v, Tensor | Gone)]
                 yield name, argument, flat[0] if len(flat) == 1 else flat
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the leaves of an argument; a tensor descriptor is its tensor and its numbers."""
+    for leaf in tree_leaves(value):
+        yield described.under(leaf)
+        if described.is_descriptor(leaf):
+            yield described.numbers(leaf)
 
 
 def _mapped(change: Callable[[Any], Any], step: Any) -> Any:
     if isinstance(step, Op):
         args, kwargs = tree_map(change, (step.args, step.kwargs))
         return dataclasses.replace(step, args=args, kwargs=kwargs)
-    args, options = tree_map(change, (step.args, step.options))
+
+    def on_base(value: Any) -> Any:
+        if described.is_descriptor(value):
+            return described.placed(value, change(value.base))
+        return change(value)
+
+    args, options = tree_map(on_base, (step.args, step.options))
     return dataclasses.replace(step, args=args, options=options)
 
 

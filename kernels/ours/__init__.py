@@ -2,6 +2,6 @@
 
 REGISTERED = (
     "stages.quant", "stages.align", "stages.gemm", "stages.activation", "stages.combine",
-    "stages.batched", "layers",
+    "stages.batched", "stages.sorted_rows", "layers",
 )  # fmt: skip
 """The modules that register kernels."""

@@ -35,6 +35,15 @@ class Path(StrEnum):
     LARGE = "large"
 
 
+class Down(StrEnum):
+    """How the activations of the down projection lie on the large path; the bits are the same."""
+
+    ROUTE_MAJOR = "route_major"
+    """In the order of the pairs, a pointer for each row."""
+    SORTED = "sorted"
+    """By expert in whole blocks, loaded through a tensor descriptor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The metadata of a call; nothing here needs a look at a tensor's values."""

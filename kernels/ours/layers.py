@@ -17,7 +17,9 @@ def _supports(case: Case, path: str) -> str | None:
     return None
 
 
-def run_path(call: Call, path: str, clamp: str = "before") -> dict[str, Tensor]:
+def run_path(
+    call: Call, path: str, clamp: str = "before", down: str = "route_major"
+) -> dict[str, Tensor]:
     """Run one path and return what every stage left behind."""
     from moe_parity.kernels.ours import moe
 
@@ -26,6 +28,7 @@ def run_path(call: Call, path: str, clamp: str = "before") -> dict[str, Tensor]:
         batch.x, batch.ids, batch.weights, experts, limit=asked.limit, clamp=clamp,
         alpha=asked.alpha, beta=asked.beta, power_of_two=asked.scale.is_power_of_two,
         mid_power_of_two=asked.mid.is_power_of_two, out_dtype=asked.dtype, path=path,
+        down=down,
     )  # fmt: skip
     return dict(vars(ran))
 
@@ -38,6 +41,26 @@ def _register(path: str) -> None:
     )  # fmt: skip
     def layer(call: Call) -> dict[str, Tensor]:
         return run_path(call, path)
+
+
+@register(
+    "ours_sorted", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
+    supports=lambda case, device: _supports(case, "large"), contract=SERVING,
+    note="Our layer, the large path with a down projection on sorted rows.",
+    cost=lambda case: 2 * LAYER.cost(case),
+)  # fmt: skip
+def sorted_layer(call: Call) -> dict[str, Tensor]:
+    """Run the large path on sorted rows; what lies between the GEMMs is put in pair order."""
+    from moe_parity.kernels.ours import moe, sorted_rows, steps
+    from moe_parity.kernels.ours.dispatch import Path
+
+    ran = run_path(call, "large", down="sorted")
+    ids, experts = call.inputs.batch.ids, call.inputs.experts
+    aligned = steps.align(ids, experts.first, experts.count, moe.BLOCK[Path.LARGE])
+    codes, scales = sorted_rows.in_pair_order(
+        ran["mid_codes"], ran["mid_scales"], aligned, ids.numel()
+    )
+    return {**ran, "mid_codes": codes, "mid_scales": scales}
 
 
 _register("decode")

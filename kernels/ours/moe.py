@@ -12,12 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.ours import activation, dispatch, quant, steps
+from moe_parity.kernels.ours import activation, dispatch, quant, sorted_rows, steps
 from moe_parity.kernels.ours.activation import Activation
-from moe_parity.kernels.ours.arguments import check_call, check_experts, check_rank, number
-from moe_parity.kernels.ours.dispatch import Choice, Path, Request
+from moe_parity.kernels.ours.arguments import (
+    check_call,
+    check_experts,
+    check_rank,
+    number,
+    word,
+)
+from moe_parity.kernels.ours.dispatch import Choice, Down, Path, Request
 from moe_parity.kernels.ours.validate import check_codes, check_scales
 from moe_parity.references.arithmetic.formats import ScaleFormat
+from moe_parity.references.errors import ParityError
 from moe_parity.references.stages.layer.operands import Experts, Trace
 
 BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
@@ -50,6 +57,7 @@ class Work:
     how: Activation
     power_of_two: bool
     mid_power_of_two: bool
+    down: Down
     out: Tensor
     fused: bool
 
@@ -71,6 +79,7 @@ def run_moe(
     out_dtype: torch.dtype = torch.bfloat16,
     lora: object | None = None,
     path: Path | str | None = None,
+    down: Down | str = Down.ROUTE_MAJOR,
     validate: bool = False,
     fused: bool = True,
 ) -> Tensor:
@@ -81,15 +90,17 @@ def run_moe(
     ``weights`` [M, k] are fp32, None for ones.  ``limit`` clamps ``before`` or ``after`` SiLU, one
     number or fp32 [E].  ``power_of_two`` rounds the scales of both quantizations up to powers of
     two, ``mid_power_of_two`` says otherwise for the second one.  ``path`` forces ``decode`` or
-    ``large``; ``fused`` False runs SwiGLU and the second quantization as two launches, the same
-    bits; ``validate`` looks at values and waits for the GPU.  Nothing else does, and a call
-    may be captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises
-    ParityError, in a sentence, for bad input.
+    ``large``; ``down`` says how the large path lays the activations of the second GEMM:
+    ``route_major`` or ``sorted`` (:class:`~moe_parity.kernels.ours.dispatch.Down`).  ``fused``
+    False runs SwiGLU and the second quantization as two launches, the same bits, route-major alone.
+    ``validate`` looks at values and waits for the GPU.  Nothing else does, and a call may be
+    captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises ParityError,
+    in a sentence, for bad input.
     """
     return run_stages(
         x, ids, weights, experts, x_scale=x_scale, limit=limit, clamp=clamp, alpha=alpha, beta=beta,
         power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, out=out, out_dtype=out_dtype,
-        lora=lora, path=path, validate=validate, fused=fused,
+        lora=lora, path=path, down=down, validate=validate, fused=fused,
     ).out  # fmt: skip
 
 
@@ -110,10 +121,21 @@ def run_stages(
     out_dtype: torch.dtype = torch.bfloat16,
     lora: object | None = None,
     path: Path | str | None = None,
+    down: Down | str = Down.ROUTE_MAJOR,
     validate: bool = False,
     fused: bool = True,
 ) -> Trace:
-    """Run the layer as :func:`run_moe` does and return every stage's tensors."""
+    """Run the layer as :func:`run_moe` does and return every stage's tensors.
+
+    Where the second GEMM's activations are sorted, ``mid_codes`` and ``mid_scales`` lie as in
+    ``sorted_rows.SortedRows``; ``sorted_rows.in_pair_order`` puts them in the order of the others.
+    """
+    layout = word(Down, down, "run_moe: down")
+    if layout is Down.SORTED and not fused:
+        raise ParityError(
+            "run_moe: sorted rows are quantized in the launch of SwiGLU: ask for fused=True, or "
+            "for down='route_major'."
+        )
     choice = plan(
         x, experts, x_scale=x_scale, limit=limit, alpha=alpha, beta=beta, out=out, lora=lora,
         path=path,
@@ -136,8 +158,7 @@ def run_stages(
     return _layer(
         Work(
             choice=choice, x=x, x_scale=x_scale, ids=ids, weights=weights, experts=experts, how=how,
-            power_of_two=power_of_two, mid_power_of_two=mid, out=result,
-            fused=fused,
+            power_of_two=power_of_two, mid_power_of_two=mid, down=layout, out=result, fused=fused,
         )
     )  # fmt: skip
 
@@ -180,20 +201,31 @@ def _layer(work: Work) -> Trace:
     fc1 = steps.grouped_gemm(
         codes, scales, experts.w13, experts.w13_scale, aligned, pairs, ids.shape[1], experts.bias13
     )
-    form = ScaleFormat.UE8M0 if work.mid_power_of_two else ScaleFormat.FP32
-    if work.fused:
-        mid, mid_scales = activation.swiglu_quant(fc1, ids, first, count, work.how, scale=form)
-    else:
-        rows = activation.swiglu(fc1, ids, first, count, work.how)
-        mid, mid_scales = activation.quant_rows(rows, ids, first, count, scale=form)
-    fc2 = steps.grouped_gemm(
-        mid, mid_scales, experts.w2, experts.w2_scale, aligned, pairs, 1, experts.bias2
-    )
+    mid, mid_scales, fc2 = _down(work, fc1, aligned)
     steps.combine(fc2, work.weights, ids, first, count, work.out)
     return Trace(
         act_codes=codes, act_scales=scales, fc1=fc1, mid_codes=mid, mid_scales=mid_scales,
         fc2=fc2, out=work.out,
     )  # fmt: skip
+
+
+def _down(work: Work, fc1: Tensor, aligned: steps.Alignment) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of the activations, and the rows of FC2 of every pair."""
+    ids, experts = work.ids, work.experts
+    first, count, pairs = experts.first, experts.count, ids.numel()
+    w2, w2_scale, bias2 = experts.w2, experts.w2_scale, experts.bias2
+    if work.down is Down.SORTED and work.choice.path is Path.LARGE:
+        rows = sorted_rows.swiglu_quant_sorted(fc1, aligned, work.how, work.mid_power_of_two)
+        fc2 = sorted_rows.sorted_gemm(rows, w2, w2_scale, aligned, pairs, bias2)
+        return rows.codes, rows.scales, fc2
+    scale = ScaleFormat.UE8M0 if work.mid_power_of_two else ScaleFormat.FP32
+    if work.fused:
+        mid, mid_scales = activation.swiglu_quant(fc1, ids, first, count, work.how, scale=scale)
+    else:
+        gated = activation.swiglu(fc1, ids, first, count, work.how)
+        mid, mid_scales = activation.quant_rows(gated, ids, first, count, scale=scale)
+    fc2 = steps.grouped_gemm(mid, mid_scales, w2, w2_scale, aligned, pairs, 1, bias2)
+    return mid, mid_scales, fc2
 
 
 def token_classes(topk: int) -> tuple[int, ...]:
@@ -217,6 +249,7 @@ def prewarm(
     power_of_two: bool = False,
     limit: float | None = None,
     clamp: str = "before",
+    down: Down | str = Down.ROUTE_MAJOR,
 ) -> int:
     """Compile every kernel class of both paths on these weights' shapes; return the calls made.
 
@@ -232,7 +265,7 @@ def prewarm(
         for path in Path:
             run_moe(
                 x, ids, weights, experts, limit=limit, clamp=clamp, power_of_two=power_of_two,
-                path=path,
+                path=path, down=down,
             )  # fmt: skip
             calls += 1
     return calls

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 
 from moe_parity.kernels.virtual_gpu import contraction, lowering, models
+from moe_parity.kernels.virtual_gpu.descriptors import DescriptorOperations
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.order import Order
@@ -62,7 +63,7 @@ _FOUND: dict[tuple[bool, tuple[str, tuple[str, ...], str]], tuple[models.Model, 
 to give Triton back to its compiler and take it again costs more than most operations."""
 
 
-class VirtualBuilder(PlainOperations):
+class VirtualBuilder(PlainOperations, DescriptorOperations):
     """One launch: its memory, the program that runs, and what it has used."""
 
     def __init__(

@@ -132,6 +132,9 @@ def _replacements() -> list[Replacement]:
     for name, member in vars(cuda.libdevice).items():
         if tl.core.is_builtin(member) and hasattr(libdevice, name):
             found.append((libdevice, name, _bound(member)))
+    for name, member in vars(tl.core.tensor_descriptor_base).items():
+        if tl.core.is_builtin(member):
+            found.append((tl.core.tensor_descriptor_base, name, _bound(member)))
     for name, member in vars(tl.tensor).items():
         if tl.core.is_builtin(member) or _takes_semantic(member):
             found.append((tl.tensor, name, _bound(member)))

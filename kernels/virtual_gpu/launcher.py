@@ -12,7 +12,8 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction, mangle_type
 
-from moe_parity.kernels.virtual_gpu import language, lowering
+from moe_parity.kernels import described
+from moe_parity.kernels.virtual_gpu import descriptors, language, lowering
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.errors import MemoryFault, Race, UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
@@ -100,6 +101,7 @@ def _check(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "chosen constexprs; and unset TRITON_INTERPRET, which replaces @triton.jit."
         )
     for value in (*args, *kwargs.values()):
+        value = described.under(value)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             raise ValueError(
                 f"launch of {kernel.__name__} got a tensor on {value.device}; the virtual GPU "
@@ -127,19 +129,26 @@ def _runtime(name: str, annotated: str, value: Any, regions: list[Region]) -> An
     if isinstance(value, tuple):
         parts = [_runtime(f"{name}[{n}]", "", v, regions) for n, v in enumerate(value)]
         return tl.core.tuple(parts)
+    if described.is_descriptor(value):
+        return descriptors.from_host(value, _pointer(name, value.base, regions))
     if isinstance(value, torch.Tensor):
-        region = Region(name, value)
-        regions.append(region)
-        ty = tl.str_to_ty(mangle_type(value), None)
-        address = np.array([value.data_ptr()], np.uint64)
-        return tl.tensor(Value(address, ty, region=region), ty)
+        pointer = _pointer(name, value, regions)
+        return tl.tensor(pointer, pointer.dtype)
     if not isinstance(value, (bool, int, float)):
         raise TypeError(
-            f"argument {name} is a {type(value).__name__}; the virtual GPU takes tensors, numbers, "
-            "None, tuples of those, and anything as a constexpr."
+            f"argument {name} is a {type(value).__name__}; the virtual GPU takes tensors, "
+            "tensor descriptors, numbers, None, tuples of those, and anything as a constexpr."
         )
     ty = tl.str_to_ty(annotated or mangle_type(value), None)
     return tl.tensor(Value(np.array([value]).astype(numpy_type(ty)), ty), ty)
+
+
+def _pointer(name: str, tensor: torch.Tensor, regions: list[Region]) -> Value:
+    """Return a pointer to a tensor, which is added to ``regions``."""
+    region = Region(name, tensor)
+    regions.append(region)
+    ty = tl.str_to_ty(mangle_type(tensor), None)
+    return Value(np.array([tensor.data_ptr()], np.uint64), ty, region=region)
 
 
 def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], order: Order) -> None:

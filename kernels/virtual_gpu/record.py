@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moe_parity.kernels import described
 from moe_parity.kernels.choice import chosen
 from moe_parity.kernels.virtual_gpu.launcher import Grid, LaunchReport, launch
 from moe_parity.kernels.virtual_gpu.tuned import is_tuned, resolved
@@ -153,4 +154,5 @@ def _ordered() -> dict[str, Any]:
 
 
 def _on_gpu(values: tuple[Any, ...]) -> bool:
-    return any(isinstance(v, torch.Tensor) and v.is_cuda for v in values)
+    under = map(described.under, values)
+    return any(isinstance(v, torch.Tensor) and v.is_cuda for v in under)
