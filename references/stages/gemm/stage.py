@@ -211,8 +211,8 @@ class _Grouped(Stage[GroupedRows]):
         """
         yield dataclasses.replace(WITNESSED, h=256, pool=2)
         yield dataclasses.replace(WITNESSED, m=65, h=256, pool=2)
-        sizes = {"h": 512, "i": 128} if self.shared else {"h": 256, "i": 512}
-        yield dataclasses.replace(WITNESSED, m=48, e=1, k=1, pool=2, **sizes)
+        h, i = (512, 128) if self.shared else (256, 512)
+        yield dataclasses.replace(WITNESSED, m=48, e=1, k=1, h=h, i=i, pool=2)
 
     def outputs(self, case: Case, inputs: GroupedRows) -> Mapping[str, Output]:
         """BF16 rows of every pair; those that are not owned belong to nobody."""
