@@ -34,7 +34,7 @@ from moe_parity.references.language import Case, Contract, Recipe, Skip, Stage, 
 from moe_parity.references.recipes import ALL, recipe_named
 from moe_parity.references.stages import stage_named
 
-BUILTIN = ("ours", "vendors.deepgemm", "vendors.vllm")
+BUILTIN = ("ours", "vendors.deepgemm", "vendors.vllm", "vendors.torch_ops")
 """Packages here whose table ``REGISTERED`` names the modules that register kernels."""
 
 ENTRY_POINTS = "moe_parity.kernels"

@@ -57,6 +57,10 @@ GATED: Mapping[str, tuple[tuple[Case, str], ...]] = {
 
 Another decision of the quantizer has the part that is named like its aim."""
 GEMM = Case(m=24, e=4, k=2, h=256, i=256, values=Values.AIMED, pool=POOL)
+DEEP = dataclasses.replace(GEMM, h=512, i=512)
+"""Four blocks of K: of two, halves that are added last hide how a chain accumulates."""
+ORDINARY = dataclasses.replace(GEMM, values=Values.NORMAL)
+"""Halves that cancel leave a few bits, which BF16 holds: nothing is rounded before a bias."""
 SUM = Case(m=24, e=8, k=8, h=256, values=Values.AIMED)
 
 
@@ -82,13 +86,13 @@ def gated(case: Case, part: str, most: int | None) -> GateUpRows:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4)
-def grouped(stage: Stage[Any], *, biased: bool) -> GroupedRows:
+@lru_cache(maxsize=8)
+def grouped(stage: Stage[Any], case: Case, *, biased: bool) -> GroupedRows:
     """Return operands, with a bias of the size of the outputs if asked for."""
-    made: GroupedRows = stage.inputs(GEMM)
+    made: GroupedRows = stage.inputs(case)
     if not biased:
         return made
-    rows = to_f32(stage.reference(GEMM, made, OURS)["rows"]).abs()
+    rows = to_f32(stage.reference(case, made, OURS)["rows"]).abs()
     bias = random_bits.normal(1, "bias", *made.w.shape[:2])
     return dataclasses.replace(made, bias=bias * rows.median())
 
@@ -96,7 +100,9 @@ def grouped(stage: Stage[Any], *, biased: bool) -> GroupedRows:
 def aimed(stage: Stage[Any], decision: str, most: int | None = None) -> Iterator[tuple[Case, Any]]:
     """Yield what the stage has for a decision: cases and inputs, ``most`` groups of a pool."""
     if stage in (FC1, FC2):
-        yield GEMM, grouped(stage, biased=decision == "gemm.bias_at")
+        biased = decision == "gemm.bias_at"
+        for case in (GEMM, DEEP, *[ORDINARY] * biased):
+            yield case, grouped(stage, case, biased=biased)
     elif stage is COMBINE:
         yield SUM, COMBINE.inputs(SUM)
     else:

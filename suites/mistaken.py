@@ -126,6 +126,16 @@ def _biased(inputs: Any) -> Any:
     return dataclasses.replace(inputs, bias=4.0 * bias - 1.0)
 
 
+def _cancelling(inputs: Any) -> Any:
+    """Make the last two of three blocks of K cancel but for their scales, the first one zeros."""
+    a, w, a_scale = inputs.a.clone(), inputs.w.clone(), inputs.a_scale.clone()
+    a[:, :128] = 0
+    a[:, 256:], w[:, :, 256:] = a[:, 128:256], w[:, :, 128:256] ^ 0x80
+    a_scale[:, 2] = a_scale[:, 1] * (1.0 + 2.0**-20)
+    w_scale = torch.cat([inputs.w_scale[:, :, :2], inputs.w_scale[:, :, 1:2]], 2)
+    return dataclasses.replace(inputs, a=a, w=w, a_scale=a_scale, w_scale=w_scale)
+
+
 def _at_the_ends(inputs: Any) -> Any:
     """Make the last element of the first tile the largest there, the first of the second."""
     x = inputs.x.clone()
@@ -188,6 +198,7 @@ def _cases() -> dict[str, list[Setting]]:
         )  # fmt: skip
         add(stage, small, change=_biased)
         add(stage, Case(m=66, e=2, k=2, h=256, i=256))
+        add(stage, dataclasses.replace(small, values=Values.NORMAL), change=_cancelling)
     add("fc1", Case(m=4, e=2, k=2, h=512, i=512))
     add("fc2", Case(m=4, e=3, k=2, h=256, i=384, values=aimed), recipe=VLLM_TRITON)
     add("fc1", Case(m=3, e=2, k=1, h=128, i=116))  # N = 232: past every tile

@@ -95,6 +95,11 @@ CALLS: dict[str, Callable[[], list[Call]]] = {
     "align": lambda: [(IDS, 0, 4, 16), (IDS.long(), 0, 4, 32), (IDS[:0], 0, 4, 16)],
     "grouped_gemm": lambda: [(*gemm(), None), (*gemm(), real("bias", 4, 64))],
     "grouped_gemm_out": lambda: [(*gemm(), None, torch.zeros(4, 64, dtype=BF16))],
+    "linear_out": lambda: [
+        (codes("a", 3, 256), scales("as", 3, 2), codes("w", 8, 256), scales("ws", 1, 2), bias,
+         torch.zeros(3, 8, dtype=BF16))
+        for bias in (None, real("bias", 1, 8)[0])
+    ],
     "swiglu": lambda: [
         (rows(), None, 0, 1, *PLAIN), (rows(), IDS, 0, 4, *CLAMPED),
         (rows(), IDS.flatten(), 0, 4, "after", 0.0, scales("limits", 4), 1.0, 0.0),

@@ -53,4 +53,27 @@ ODD = (
 )
 """Shapes that a power of two, a single block or a small k would hide."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A dense linear: N outputs of K inputs."""
+
+    name: str
+    n: int
+    k: int
+
+    def case(self, base: Case, m: int) -> Case:
+        """Return ``base`` as the first GEMM of one expert that all m tokens take."""
+        return dataclasses.replace(base, m=m, e=1, k=1, h=self.k, i=self.n // 2, ep_size=1)
+
+
+LINEARS = (
+    Linear(name="seed_near_tolerance", n=4608, k=7168),
+    Linear(name="qwen3_8b_qkv", n=6144, k=4096),
+    Linear(name="qwen3_8b_o", n=4096, k=4096),
+    Linear(name="qwen3_8b_gate_up", n=24576, k=4096),
+    Linear(name="qwen3_8b_down", n=4096, k=12288),
+)
+"""The seed's shape whose outputs lie near its tolerance, and the four linears of Qwen3-8B."""
+
 DECODE_TOKENS = (1, 2, 4, 8, 16, 24, 31, 32, 33, 64)

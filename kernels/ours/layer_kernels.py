@@ -22,16 +22,19 @@ def gemm_kernel(
     a_row, a_scale_row, a_scale_column, w_expert, w_row,
     w_scale_expert, w_scale_row, w_scale_column,
     N: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr = False,
 ):  # fmt: skip
     """One expert's block of tokens by BLOCK_N rows of its weight: grid (blocks, N / BLOCK_N).
 
-    A pair's activation row is pair // SHARED; its output row is the pair.
+    A pair's activation row is pair // SHARED; its output row is the pair.  DENSE: there is one
+    expert, pairs are as they come, and no alignment is read.
     """
-    expert = tl.load(block_expert_ptr + tl.program_id(0)).to(tl.int64)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0) * 0 if DENSE else tl.load(block_expert_ptr + tl.program_id(0))
+    expert = block.to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(slots_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
+    pair = slot if DENSE else tl.load(slots_ptr + slot)
     live = pair < pairs
     source = (pair // SHARED).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

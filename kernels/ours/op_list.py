@@ -37,6 +37,11 @@ OPS = (
     Op(name="align", does="pairs sorted into blocks of one expert each"),
     Op(name="grouped_gemm", does="each pair's row times its expert's weight"),
     Op(name="grouped_gemm_out", does="the same, into an output of the caller", changes=("out",)),
+    Op(
+        name="linear_out",
+        does="a dense linear of quantized operands, into an output of the caller",
+        changes=("out",),
+    ),
     Op(name="swiglu", does="the gated activation, BF16"),
     Op(name="swiglu_quant", does="`act_quant` of `swiglu` in one launch, same bits"),
     Op(

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language.recipe import Recipe
-from moe_parity.references.recipes import deepgemm, flashinfer, ours, sglang, tensorrt_llm, vllm
+from moe_parity.references.recipes import (
+    deepgemm,
+    flashinfer,
+    ours,
+    pytorch,
+    sglang,
+    tensorrt_llm,
+    vllm,
+)
 
-PROJECTS = (ours, tensorrt_llm, deepgemm, vllm, sglang, flashinfer)
+PROJECTS = (ours, tensorrt_llm, deepgemm, vllm, sglang, flashinfer, pytorch)
 
 ALL: dict[str, Recipe] = {
     recipe.name: recipe

@@ -7,7 +7,8 @@ dispatch costs microseconds, so ``run_moe`` calls the plain functions underneath
 
 from __future__ import annotations
 
+from moe_parity.kernels.ours import linear
 from moe_parity.kernels.ours.op_list import NAMESPACE, OPS, Op
 from moe_parity.kernels.ours.ops import activations, gemms, layer, quantizers, routing
 
-__all__ = ["NAMESPACE", "OPS", "Op", "activations", "gemms", "layer", "quantizers", "routing"]
+__all__ = ["NAMESPACE", "OPS", "Op", "activations", "gemms", "layer", "linear", "quantizers", "routing"]

@@ -66,6 +66,18 @@ def cancelling_gemm(seed: int) -> GemmInputs:
     )
 
 
+def negated_half(seed: int) -> GemmInputs:
+    """K doubled, the weights' second half negated, its scales the same.
+
+    Two accumulators cancel to zero at the end, whatever was rounded on the way; one accumulator
+    keeps what the roundings left.
+    """
+    made = cancelling_gemm(seed)
+    across = made.a_scale.shape[1] // 2
+    a_scale, w_scale = (s[:, :across].repeat(1, 2) for s in (made.a_scale, made.w_scale))
+    return GemmInputs(a=made.a, a_scale=a_scale, w=made.w, w_scale=w_scale)
+
+
 def biased_gemm(seed: int) -> GemmInputs:
     """Ordinary operands and a bias that is no BF16 number."""
     inputs = cancelling_gemm(seed)

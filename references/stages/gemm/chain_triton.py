@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_parity.references.chips import unit_named
 from moe_parity.references.chips.tensor_core import has_nan, mark_nan
 from moe_parity.references.stages.gemm.decisions import Accumulate, GemmRecipe, ScaleOrder
-from moe_parity.references.stages.gemm.reference import INTERVALS
+from moe_parity.references.stages.gemm.reference import INTERVALS, cut
 from moe_parity.references.stages.routing import place
 
 ROWS = 16
@@ -45,7 +45,7 @@ def _chain_kernel(
     a_ptr, sa_ptr, w_ptr, sw_ptr, out_ptr, rows_ptr, block_expert_ptr, order_ptr,
     P, N, K, BLOCKS_K, BLOCKS_N,
     STEPS: tl.constexpr, ALIGN: tl.constexpr, DROP: tl.constexpr, INTERVAL: tl.constexpr,
-    A_FIRST: tl.constexpr, B_FIRST: tl.constexpr, FMA: tl.constexpr,
+    A_FIRST: tl.constexpr, B_FIRST: tl.constexpr, FMA: tl.constexpr, HALVES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(block_expert_ptr + tl.program_id(0)).to(tl.int64)
@@ -55,6 +55,7 @@ def _chain_kernel(
     a_row = a_ptr + row * K
     w_row = w_ptr + expert * N * K + column.to(tl.int64) * K
     acc = tl.zeros((BM, BN), tl.float32)
+    first_half = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, INTERVAL):
         c = tl.zeros((BM, BN), tl.float32)
         for step in range((INTERVAL // 32) * STEPS):
@@ -90,7 +91,12 @@ def _chain_kernel(
             left, right = c * s_b, s_a + tl.zeros((BM, BN), tl.float32)
         else:
             left, right = c, s_a * s_b
+        if HALVES:
+            first_half = tl.where(start == K // 2, acc, first_half)
+            acc = tl.where(start == K // 2, 0.0, acc)
         acc = tl.fma(left, right, acc) if FMA else acc + left * right
+    if HALVES:
+        acc = first_half + acc
     out = out_ptr + row[:, None] * N + column[None, :]
     tl.store(out, acc, mask=live[:, None] & column_ok[None, :])
 
@@ -116,7 +122,7 @@ def grouped(
         INTERVAL=INTERVALS[recipe.interval],
         A_FIRST=recipe.scale_order is ScaleOrder.A_THEN_B,
         B_FIRST=recipe.scale_order is ScaleOrder.B_THEN_A,
-        FMA=recipe.accumulate is Accumulate.FMA,
+        FMA=recipe.accumulate is Accumulate.FMA, HALVES=cut(depth, recipe) is not None,
         BM=ROWS, BN=COLUMNS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return _with_nan(out, a, w, expert)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language.decision import Decision, Option, decided
 from moe_parity.references.language.recipe import Part
 from moe_parity.references.stages.gemm import aims
@@ -49,6 +50,26 @@ class Interval(Option):
     K32 = "k32", "32 of K", "vLLM's batch-invariant configuration"
 
 
+class SplitK(Option):
+    """Whether K is cut into parts, each with an accumulator of its own."""
+
+    NONE = "none", "one chain over K", "DeepGEMM, Triton, cuBLASLt at K = 512, 1024 and 2048"
+    HALVES = (
+        "halves",
+        "a chain over each half of K, the two added once in fp32; one chain where no half is of "
+        "whole blocks",
+        "cuBLASLt, some shapes of K = 6144 and 7168",
+    )
+
+
+def half_of(k: int) -> int | None:
+    """Return where K is cut into halves of whole blocks, None where it cannot be.
+
+    Of an odd number of blocks nothing was measured: there the choice does not exist.
+    """
+    return k // 2 if k and k % (2 * BLOCK) == 0 else None
+
+
 class BiasAt(Option):
     """Where an expert's bias is added."""
 
@@ -82,6 +103,13 @@ INTERVAL = Decision(
     options=Interval,
     aim=aims.cancelling_gemm,
 )
+SPLIT_K = Decision(
+    name="gemm.split_k",
+    question="Is K cut into halves that are added last?",
+    options=SplitK,
+    aim=aims.negated_half,
+    asked=lambda case, inputs: half_of(inputs.a.shape[1]) is not None,
+)
 BIAS_AT = Decision(
     name="gemm.bias_at",
     question="Is a bias added before or after the rounding to BF16?",
@@ -99,4 +127,5 @@ class GemmRecipe(Part):
     scale_order: ScaleOrder = decided(SCALE_ORDER, ScaleOrder.PRODUCT_FIRST)
     accumulate: Accumulate = decided(ACCUMULATE, Accumulate.FMA)
     interval: Interval = decided(INTERVAL, Interval.K128)
+    split_k: SplitK = decided(SPLIT_K, SplitK.NONE)
     bias_at: BiasAt = decided(BIAS_AT, BiasAt.BEFORE_ROUNDING)

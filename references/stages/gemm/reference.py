@@ -1,7 +1,8 @@
 """Block-scaled E4M3 GEMM, of one expert and of many, for any recipe, bit for bit.
 
 Per interval of K, ascending: p = the unit's dot product from a fresh accumulator, then the two
-scales and one accumulation step in fp32, as the recipe says; at the end one rounding to BF16.
+scales and one accumulation step in fp32, as the recipe says, over K or over each half of it; at the
+end one rounding to BF16.
 DeepGEMM on SM90 is exactly ``product_first`` with ``fma`` on FP8 WGMMA (measured on an H200).
 """
 
@@ -21,6 +22,8 @@ from moe_parity.references.stages.gemm.decisions import (
     GemmRecipe,
     Interval,
     ScaleOrder,
+    SplitK,
+    half_of,
 )
 
 INTERVALS = {Interval.K128: 128, Interval.K64: 64, Interval.K32: 32}
@@ -37,13 +40,22 @@ def gemm(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, recipe: GemmRec
     step = INTERVALS[recipe.interval]
     accumulator = torch.zeros((a.shape[0], w.shape[0]), dtype=torch.float32, device=a.device)
     transposed = w.t()
+    half = cut(a.shape[1], recipe)
+    first: Tensor | None = None
     for start in range(0, a.shape[1], step):
+        if start == half:
+            first, accumulator = accumulator, torch.zeros_like(accumulator)
         part = a[:, start : start + step].contiguous()
         product = dot(part, transposed[start : start + step].contiguous(), recipe.unit)
         block = start // BLOCK
         s_a, s_b = a_scale[:, block, None], wide[None, :, block]
         accumulator = accumulate(accumulator, product, s_a, s_b, recipe)
-    return accumulator
+    return accumulator if first is None else add_rn(first, accumulator)
+
+
+def cut(k: int, recipe: GemmRecipe) -> int | None:
+    """Return where a recipe begins another accumulator, None where it has one alone."""
+    return half_of(k) if recipe.split_k is SplitK.HALVES else None
 
 
 def dot(a: Tensor, b: Tensor, unit: DotUnit) -> Tensor:

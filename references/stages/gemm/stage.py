@@ -205,10 +205,14 @@ class _Grouped(Stage[GroupedRows]):
         yield dataclasses.replace(WITNESSED, m=65, h=256, i=128)
 
     def probes(self) -> Iterator[Case]:
-        """Yield operands of all codes whose sums are small differences: few rows, many, dense."""
+        """Yield operands of all codes whose sums are small differences: few rows, many, dense.
+
+        The dense one has four blocks of K: of two, halves that are added last hide the steps.
+        """
         yield dataclasses.replace(WITNESSED, h=256, pool=2)
         yield dataclasses.replace(WITNESSED, m=65, h=256, pool=2)
-        yield dataclasses.replace(WITNESSED, m=48, e=1, k=1, h=256, pool=2)
+        h, i = (512, 128) if self.shared else (256, 512)
+        yield dataclasses.replace(WITNESSED, m=48, e=1, k=1, h=h, i=i, pool=2)
 
     def outputs(self, case: Case, inputs: GroupedRows) -> Mapping[str, Output]:
         """BF16 rows of every pair; those that are not owned belong to nobody."""

@@ -13,7 +13,7 @@ from moe_parity.references.arithmetic.formats import BLOCK, round_bf16
 from moe_parity.references.arithmetic.rounding import mul_rn
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Recipe
-from moe_parity.references.stages.gemm.decisions import GemmRecipe
+from moe_parity.references.stages.gemm.decisions import GemmRecipe, half_of
 from moe_parity.references.stages.mistakes import routing
 from moe_parity.references.stages.mistakes.anywhere import (
     Change,
@@ -261,10 +261,12 @@ def _of_accumulators(gemm: Gemm) -> Iterator[Mistake]:
         outputs=of(partial(gemm.chain, order=lambda starts: starts[::-1])),
     )  # fmt: skip
     for parts in (2, 4):
-        yield Mistake(
-            name="split_k", words=f"K cut into {parts} parts that are added last",
-            outputs=of(partial(gemm.chain, parts=parts)),
-        )  # fmt: skip
+        # where K has halves of whole blocks, two parts are an option of the decision
+        if parts > 2 or half_of(gemm.inputs.a.shape[1]) is None:
+            yield Mistake(
+                name="split_k", words=f"K cut into {parts} parts that are added last",
+                outputs=of(partial(gemm.chain, parts=parts)),
+            )  # fmt: skip
         yield Mistake(
             name="split_k", words=f"K cut into {parts} parts that are rounded to BF16 and added",
             outputs=of(partial(gemm.chain, parts=parts, of_part=round_bf16)),

@@ -13,7 +13,14 @@ from torch import Tensor
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.arithmetic.rounding import add_rn
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
-from moe_parity.references.stages.gemm.reference import INTERVALS, accumulate, biased, dot, hit
+from moe_parity.references.stages.gemm.reference import (
+    INTERVALS,
+    accumulate,
+    biased,
+    cut,
+    dot,
+    hit,
+)
 from moe_parity.references.stages.mistakes.anywhere import Change, Make
 
 if TYPE_CHECKING:
@@ -101,15 +108,16 @@ class Gemm:
         total: Change = lambda t: t,
         partial: Change = lambda t: t,
         order: Callable[[list[int]], list[int]] = lambda starts: starts,
-        parts: int = 1,
+        parts: int | None = None,
         of_part: Change = lambda t: t,
     ) -> Tensor:
         """Return fp32 accumulators [P, N] with other scales, or other steps between intervals.
 
         ``rows`` [P] are those whose activations' scales each pair takes, ``columns`` [N] the block
         whose weights' scales each column takes.  ``partial`` rounds each dot product, ``total`` the
-        accumulator after each step; ``order`` is that of the intervals; K is cut into ``parts``,
-        each with an accumulator of its own, which ``of_part`` rounds and which are added last.
+        accumulator after each step; ``order`` is that of the intervals; K is cut into ``parts``, as
+        the recipe has it unless they are given, each with an accumulator of its own, which
+        ``of_part`` rounds and which are added last.
         """
         given = self.inputs
         s_a = given.a_scale if a_scale is None else a_scale
@@ -120,14 +128,21 @@ class Gemm:
         else:
             s_b = own[:, columns]
         starts = order(list(self.products))
-        size = max(-(-len(starts) // parts), 1)
         sums = []
-        for first in range(0, len(starts), size):
+        for own_starts in self._cut(starts, parts):
             acc = torch.zeros((s_b.shape[0], s_b.shape[1]), device=given.a.device)
-            for start in starts[first : first + size]:
+            for start in own_starts:
                 p, block = partial(self.products[start]), start // BLOCK
                 acc = total(accumulate(acc, p, s_a[:, block, None], s_b[:, :, block], self.recipe))
             sums.append(of_part(acc))
         for other in sums[1:]:
             sums[0] = add_rn(sums[0], other)
         return sums[0]
+
+    def _cut(self, starts: list[int], parts: int | None) -> list[list[int]]:
+        """Return the intervals of each accumulator, at least one list."""
+        half = cut(self.inputs.a.shape[1], self.recipe)
+        if parts is None and half is not None:
+            return [[s for s in starts if s < half], [s for s in starts if s >= half]]
+        size = max(-(-len(starts) // (parts or 1)), 1)
+        return [starts[first : first + size] for first in range(0, max(len(starts), 1), size)]

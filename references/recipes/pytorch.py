@@ -1,0 +1,13 @@
+"""What the ops of torch itself do."""
+
+from __future__ import annotations
+
+from moe_parity.references.language.recipe import Recipe
+from moe_parity.references.stages.gemm.decisions import GemmRecipe, SplitK
+
+SCALED_MM_HALVES = Recipe(
+    name="torch_scaled_mm_halves",
+    source="cuBLASLt behind torch 2.11.0 scaled_mm, 1 x 128 by 128 x 128, some shapes from K = "
+    "6144 on; the others are deepgemm_gemm",
+    parts={"gemm": GemmRecipe(split_k=SplitK.HALVES)},
+)
