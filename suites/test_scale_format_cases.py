@@ -1,4 +1,4 @@
-"""Cases of a layer's two scale formats: what arrives quantized, both defaults, exchanged formats."""
+"""Cases of a layer's two scale formats: quantized arrivals, both defaults, exchanged formats."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_sender_s_own_tensors_are_taken():
     taken, own = LAYER.given(Case(arrives=Arrival.QUANTIZED), given)
     assert (taken.m, taken.h, taken.arrives) == (case.m, case.h, Arrival.QUANTIZED)
     assert torch.equal(own.x_scale, inputs.x_scale)
-    with pytest.raises(ParityError, match="x must be"):
+    with pytest.raises(ParityError, match="the input x is"):
         LAYER.given(Case(), given)
     del given["x_scale"]
     with pytest.raises(ParityError, match="x_scale"):

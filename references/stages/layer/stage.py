@@ -270,7 +270,7 @@ def _copied(inputs: LayerInputs, made: Mapping[str, Tensor | None], copies: int)
     """Return a batch several times over; ``weights`` None in ``made`` leaves its weights out."""
     batch = inputs.batch
     weights = None if "weights" in made else batch.weights
-    changed: dict[str, Tensor | None] = {
+    changed: dict[str, Any] = {
         name: torch.cat([tensor] * copies)
         for name, tensor in vars(batch).items()
         if name != "weights"
