@@ -30,7 +30,7 @@ from typing import Any
 from moe_parity.kernels.call import Call
 from moe_parity.kernels.choice import chosen
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Contract, Recipe, Skip, Stage, Why
+from moe_parity.references.language import Arrival, Case, Contract, Recipe, Skip, Stage, Why
 from moe_parity.references.recipes import ALL, recipe_named
 from moe_parity.references.stages import stage_named
 
@@ -74,6 +74,8 @@ class Kernel:
     """About how many programs, times blocks of K, a call costs the virtual GPU."""
     configs: ConfigsOf
     """(case, device type) -> its configurations by name, the first by default; often none."""
+    takes_quantized: bool = False
+    """Whether activations may arrive as codes and scales, where its stage knows that."""
 
     def config(self, case: Case, device: str) -> Any:
         """Return the configuration of a call: the chosen one, else the first, else None.
@@ -93,6 +95,8 @@ class Kernel:
             return Skip(Why.UNSUPPORTED, f"{refusal}.")
         if self.needs_gpu and device != "cuda":
             return Skip(Why.NEEDS_GPU, "it needs a GPU.")
+        if case.arrives is Arrival.QUANTIZED and not self.takes_quantized:
+            return Skip(Why.UNSUPPORTED, "it quantizes the activations itself.")
         try:
             return self.supports(case, device)
         except Exception:
@@ -200,6 +204,7 @@ def register(
     versions: Versions | None = None,
     cost: Cost | None = None,
     configs: Mapping[str, Any] | ConfigsOf | None = None,
+    takes_quantized: bool = False,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
@@ -209,8 +214,9 @@ def register(
     and ``unavailable`` return None, or why not: a sentence or a :class:`Skip`.  ``triton`` says
     that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``),
     ``needs_gpu`` that only a GPU does; ``cost`` counts the programs of a case where they are not
-    those that the stage expects.  Raises ParityError for an unknown recipe or stage and for a
-    name that is taken by another file.
+    those that the stage expects, ``takes_quantized`` lets activations arrive as codes and scales
+    (the word ``quantized`` of a case).  Raises ParityError for an unknown recipe or stage and for
+    a name that is taken by another file.
     """
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
         raise ParityError(f"kernel name {name!r}: use lower-case letters, digits and _.")
@@ -250,6 +256,7 @@ def register(
             versions=versions or dict,
             cost=cost or owner.cost,
             configs=configs_of,
+            takes_quantized=takes_quantized,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )
         return run

@@ -156,13 +156,15 @@ def test_prewarm_makes_the_calls_that_are_named(monkeypatch):
         calls.append((x.shape[0], options))
 
     monkeypatch.setattr(moe, "run_moe", run_moe)
-    options = {"limit": 7.0, "clamp": "after", "power_of_two": True}
+    options = {"limit": 7.0, "clamp": "after", "power_of_two": True, "mid_power_of_two": False}
+    options["formats"] = None
     assert moe.prewarm(made.experts, topk=3, tokens=iter((5, 1)), **options) == 4
     assert [count for count, _ in calls] == [5, 5, 1, 1]
     assert [given for _, given in calls] == [{**options, "path": path} for path in moe.Path] * 2
     assert moe.prewarm(made.experts, topk=3, tokens=()) == 0
     assert moe.prewarm(made.experts, topk=3) == 2 * len(moe.token_classes(3))
-    plain = {"limit": None, "clamp": "before", "power_of_two": False}
+    plain = {"limit": None, "clamp": "before", "formats": None}
+    plain |= {"power_of_two": None, "mid_power_of_two": None}
     assert calls[-1][1] == {**plain, "path": moe.Path.LARGE}
 
 

@@ -17,6 +17,7 @@ from moe_parity.references.stages.layer.inputs import layer_inputs
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 dispatch = pytest.importorskip("moe_parity.kernels.ours.dispatch", reason="needs Triton")
+scale_format = pytest.importorskip("moe_parity.kernels.ours.scale_format", reason="needs Triton")
 
 CASE = Case(m=4, e=4, k=2, h=128, i=128)
 
@@ -88,7 +89,8 @@ def test_conditions(path: str, m: int, changes: dict, reason: str, taken):
     assert given.ids is batch.ids
     assert given.weights is batch.weights
     assert given.experts is experts
-    assert (given.power_of_two, given.mid_power_of_two) == (False, False)
+    powers = scale_format.default_format().is_power_of_two
+    assert (given.power_of_two, given.mid_power_of_two) == (powers, powers)
     assert given.out.shape == x.shape
     assert given.out.dtype is changes.get("out_dtype", torch.bfloat16)
     how = given.how

@@ -18,6 +18,7 @@ import torch
 
 from moe_parity.harness.calling.run import WHOLE
 from moe_parity.references.language import (
+    Arrival,
     Case,
     Gate,
     Hazard,
@@ -66,6 +67,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"layout": ScaleLayout.TMA, "hazard": Hazard.OFFSET2, "values": Values.SCALES},
     {"values": Values.SCALES, "scale": ScaleFormat.UE8M0, "m": 40, "seed": 5},
     {"values": Values.SCALES, "routing": Routing.HOLES, "ep_size": 2, "ep_rank": 1},
+    {"arrives": Arrival.QUANTIZED},
+    {"arrives": Arrival.QUANTIZED, "scale": ScaleFormat.UE8M0, "values": Values.AIMED},
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from moe_parity.references.stages.quant.decisions import QuantRecipe
 from moe_parity.references.stages.quant.reference import act_quant
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
+scale_format = pytest.importorskip("moe_parity.kernels.ours.scale_format", reason="needs Triton")
 activation = pytest.importorskip("moe_parity.kernels.ours.activation", reason="needs Triton")
 
 CASE = Case(m=5, e=4, k=2, h=256, i=256, values=Values.AIMED)
@@ -43,6 +44,7 @@ def few(parity_device: str):
 def call(made, **options):
     batch = made.batch
     x = options.pop("x", batch.x)
+    options.setdefault("power_of_two", False)
     return moe.run_moe(x, batch.ids, batch.weights, made.experts, **options)
 
 
@@ -192,10 +194,10 @@ def test_output_types(dtype: torch.dtype, made):
 
 
 def test_what_is_left_out_has_a_default(few):
-    """fp32 scales of both quantizations, first expert 0: as if it were said."""
+    """The global default for both quantizations, first expert 0: as if it were said."""
     batch, experts = few.batch, few.experts
     said = moe.run_stages(
-        batch.x, batch.ids, batch.weights, experts, power_of_two=False, mid_power_of_two=False
+        batch.x, batch.ids, batch.weights, experts, formats=scale_format.resolve()
     )
     plain = type(experts)(
         w13=experts.w13, w13_scale=experts.w13_scale, w2=experts.w2, w2_scale=experts.w2_scale

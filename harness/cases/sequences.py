@@ -15,6 +15,7 @@ from typing import Any
 
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import (
+    Arrival,
     Case,
     Hazard,
     InputDtype,
@@ -147,6 +148,7 @@ def _words(base: Case) -> Iterator[Iterable[Case]]:
     yield [other(scale=scale) for scale in ScaleFormat]
     yield [other(mid_scale=scale) for scale in ScaleFormat]
     yield [other(dtype=dtype) for dtype in InputDtype]
+    yield [other(arrives=arrival) for arrival in Arrival]
     yield [other(clamp=limit) for limit in (0.5, None, 7.0)]
     yield [other(h=base.h * 2), other(h=base.h + 128)]
     yield [other(i=base.i * 2), other(i=base.i + 128)]

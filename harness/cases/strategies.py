@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.kernels import Kernel
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, ScaleLayout
-from moe_parity.references.language import Case, Gate, Hazard, InputDtype, Routing, Stage, Values
+from moe_parity.references.language import (
+    Arrival,
+    Case,
+    Gate,
+    Hazard,
+    InputDtype,
+    Routing,
+    Stage,
+    Values,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -147,6 +156,8 @@ class _Drawing:
         self.try_one("values", tuple(Values))
         self.try_one("hazard", tuple(Hazard))
         self.try_one("pool", (1, 2))
+        if self.kernel.takes_quantized:
+            self.try_one("arrives", tuple(Arrival))
         return self.replaced(seed=self.draw(SEEDS, label="seed"))
 
     def replaced(self, **words: Any) -> Case:

@@ -28,16 +28,19 @@ def run_path(
         batch.x, batch.ids, batch.weights, experts, limit=asked.limit, clamp=clamp,
         alpha=asked.alpha, beta=asked.beta, power_of_two=asked.scale.is_power_of_two,
         mid_power_of_two=asked.mid.is_power_of_two, out_dtype=asked.dtype, path=path,
-        down=down,
+        down=down, x_scale=call.inputs.x_scale,
     )  # fmt: skip
-    return dict(vars(ran))
+    made = dict(vars(ran))
+    if call.inputs.x_scale is not None:
+        del made["act_codes"], made["act_scales"]  # what arrived
+    return made
 
 
 def _register(path: str) -> None:
     @register(
         f"ours_{path}", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
         supports=lambda case, device: _supports(case, path), note=f"Our layer, the {path} path.",
-        contract=SERVING,
+        contract=SERVING, takes_quantized=path == "large",
     )  # fmt: skip
     def layer(call: Call) -> dict[str, Tensor]:
         return run_path(call, path)

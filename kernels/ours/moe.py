@@ -6,13 +6,13 @@ same unit with the same recipe (``ours``), and a token's result depends on nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.ours import activation, dispatch, quant, sorted_rows, steps
+from moe_parity.kernels.ours import activation, dispatch, quant, scale_format, sorted_rows, steps
 from moe_parity.kernels.ours.activation import Activation
 from moe_parity.kernels.ours.arguments import (
     check_call,
@@ -22,6 +22,7 @@ from moe_parity.kernels.ours.arguments import (
     word,
 )
 from moe_parity.kernels.ours.dispatch import Choice, Down, Path, Request
+from moe_parity.kernels.ours.scale_format import LayerFormats, says_ue8m0
 from moe_parity.kernels.ours.validate import check_codes, check_scales
 from moe_parity.references.arithmetic.formats import ScaleFormat
 from moe_parity.references.errors import ParityError
@@ -31,16 +32,21 @@ BLOCK = {Path.DECODE: 16, Path.LARGE: 64}
 """Tokens of an expert's block."""
 
 
-def register_experts(experts: Experts) -> Experts:
+def register_experts(experts: Experts, checkpoint: Mapping[str, object] | None = None) -> Experts:
     """Check shapes, dtypes and values once, where weights are loaded; return the experts.
 
-    Raises ParityError, in a sentence, for the first thing that is wrong; looks at every value, so
-    it waits for the GPU.
+    ``checkpoint`` is the quantization config that they came with: where it says ``scale_fmt:
+    ue8m0`` all scales must be powers of two.  Raises ParityError, in a sentence, for the first
+    thing that is wrong; looks at every value, so it waits for the GPU.
     """
     check_experts(experts)
+    powers = says_ue8m0(checkpoint)
     for name in ("w13", "w2"):
         check_codes(getattr(experts, name), name=name)
-        check_scales(getattr(experts, f"{name}_scale"), name=f"{name}_scale")
+        check_scales(
+            getattr(experts, f"{name}_scale"), power_of_two=powers, name=f"{name}_scale",
+            because=": the checkpoint says scale_fmt ue8m0", first=experts.first,
+        )  # fmt: skip
     return experts
 
 
@@ -73,7 +79,8 @@ def run_moe(
     clamp: str = "before",
     alpha: float = 1.0,
     beta: float = 0.0,
-    power_of_two: bool = False,
+    formats: LayerFormats | None = None,
+    power_of_two: bool | None = None,
     mid_power_of_two: bool | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -88,19 +95,21 @@ def run_moe(
     ``x`` [M, H] is bf16, or uint8 codes with ``x_scale`` fp32 [M, H / 128].  ``ids`` [M, k] are
     global expert ids, int32 or int64; pairs of other ranks, -1 and ids past the end are dropped.
     ``weights`` [M, k] are fp32, None for ones.  ``limit`` clamps ``before`` or ``after`` SiLU, one
-    number or fp32 [E].  ``power_of_two`` rounds the scales of both quantizations up to powers of
-    two, ``mid_power_of_two`` says otherwise for the second one.  ``path`` forces ``decode`` or
-    ``large``; ``down`` says how the large path lays the activations of the second GEMM:
-    ``route_major`` or ``sorted`` (:class:`~moe_parity.kernels.ours.dispatch.Down`).  ``fused``
-    False runs SwiGLU and the second quantization as two launches, the same bits, route-major alone.
-    ``validate`` looks at values and waits for the GPU.  Nothing else does, and a call may be
-    captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises ParityError,
-    in a sentence, for bad input.
+    number or fp32 [E].  ``formats`` are the scale formats of the layer's two quantizations
+    (``scale_format.resolve``); or ``power_of_two`` says of both, and ``mid_power_of_two`` of the
+    second one, whether scales are rounded up to powers of two.  What is not said is the global
+    default.  Quantized ``x`` has the layer's first format, which ``validate`` checks.  ``path``
+    forces ``decode`` or ``large``; ``down`` says how the large path lays the activations of the
+    second GEMM: ``route_major`` or ``sorted`` (:class:`~moe_parity.kernels.ours.dispatch.Down`).
+    ``fused`` False runs SwiGLU and the second quantization as two launches, the same bits,
+    route-major alone.  ``validate`` looks at values and waits for the GPU.  Nothing else does, and
+    a call may be captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises
+    ParityError, in a sentence, for bad input.
     """
     return run_stages(
         x, ids, weights, experts, x_scale=x_scale, limit=limit, clamp=clamp, alpha=alpha, beta=beta,
-        power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, out=out, out_dtype=out_dtype,
-        lora=lora, path=path, down=down, validate=validate, fused=fused,
+        formats=formats, power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, out=out,
+        out_dtype=out_dtype, lora=lora, path=path, down=down, validate=validate, fused=fused,
     ).out  # fmt: skip
 
 
@@ -115,7 +124,8 @@ def run_stages(
     clamp: str = "before",
     alpha: float = 1.0,
     beta: float = 0.0,
-    power_of_two: bool = False,
+    formats: LayerFormats | None = None,
+    power_of_two: bool | None = None,
     mid_power_of_two: bool | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -142,10 +152,14 @@ def run_stages(
     )  # fmt: skip
     dispatch.log_once(choice)
     check_call(x, x_scale, ids, weights, experts, limit, clamp, out, out_dtype)
+    held = scale_format.asked(formats, power_of_two, mid_power_of_two)
     if validate:
         register_experts(experts)
         if x_scale is not None:
-            check_scales(x_scale, name="x_scale")
+            check_scales(
+                x_scale, power_of_two=held.act.is_power_of_two, name="x_scale",
+                because=f", the format of the layer's activations: {held.reason[:-1]}",
+            )  # fmt: skip
     result = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     how = Activation(
         clamp="none" if limit is None else clamp,
@@ -154,11 +168,11 @@ def run_stages(
         alpha=number(alpha, "run_moe: alpha"),
         beta=number(beta, "run_moe: beta"),
     )
-    mid = power_of_two if mid_power_of_two is None else mid_power_of_two
     return _layer(
         Work(
             choice=choice, x=x, x_scale=x_scale, ids=ids, weights=weights, experts=experts, how=how,
-            power_of_two=power_of_two, mid_power_of_two=mid, down=layout, out=result, fused=fused,
+            power_of_two=held.act.is_power_of_two, mid_power_of_two=held.mid.is_power_of_two,
+            down=layout, out=result, fused=fused,
         )
     )  # fmt: skip
 
@@ -246,7 +260,9 @@ def prewarm(
     *,
     topk: int,
     tokens: Iterable[int] | None = None,
-    power_of_two: bool = False,
+    formats: LayerFormats | None = None,
+    power_of_two: bool | None = None,
+    mid_power_of_two: bool | None = None,
     limit: float | None = None,
     clamp: str = "before",
     down: Down | str = Down.ROUTE_MAJOR,
@@ -254,7 +270,8 @@ def prewarm(
     """Compile every kernel class of both paths on these weights' shapes; return the calls made.
 
     Batch-dependent integers are not specialised, so a few sizes stand for all:
-    :func:`token_classes`, unless ``tokens`` names others.
+    :func:`token_classes`, unless ``tokens`` names others.  The scale formats are said as they are
+    to :func:`run_moe`, since another format is another kernel.
     """
     hidden = experts.w13.shape[2]
     calls = 0
@@ -264,8 +281,8 @@ def prewarm(
         weights = torch.ones((count, topk), dtype=torch.float32, device=x.device)
         for path in Path:
             run_moe(
-                x, ids, weights, experts, limit=limit, clamp=clamp, power_of_two=power_of_two,
-                path=path, down=down,
+                x, ids, weights, experts, limit=limit, clamp=clamp, formats=formats,
+                power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, path=path, down=down,
             )  # fmt: skip
             calls += 1
     return calls

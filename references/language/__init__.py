@@ -2,6 +2,7 @@
 
 from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language.case import (
+    Arrival,
     Case,
     Gate,
     Hazard,
@@ -18,6 +19,7 @@ from moe_parity.references.language.stage import Stage
 from moe_parity.references.skip import Skip, Why
 
 __all__ = [
+    "Arrival",
     "Case",
     "Check",
     "Contract",

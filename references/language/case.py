@@ -47,6 +47,15 @@ class Values(_Word):
     """Scales of every exponent, another one in each block; zeros, subnormals and NaN among them."""
 
 
+class Arrival(_Word):
+    """In which form a layer's activations arrive."""
+
+    PLAIN = "plain"
+    """BF16, which the layer quantizes."""
+    QUANTIZED = "quantized"
+    """Codes and scales, quantized before they were dispatched, in the format of ``scale``."""
+
+
 class Gate(_Word):
     """Which gated activation."""
 
@@ -121,6 +130,7 @@ class Case:
     layout: ScaleLayout = ScaleLayout.ROW
     """Of the scales that a quantizer writes, or that a permutation or a GEMM reads."""
     dtype: InputDtype = InputDtype.BF16
+    arrives: Arrival = Arrival.PLAIN
     clamp: float | None = None
     gate: Gate = Gate.SILU
     ep_rank: int = 0
@@ -182,7 +192,7 @@ class Case:
             words.append("c" + f"{self.clamp:.10f}".rstrip("0").rstrip(".").replace(".", "p"))
         if self.ep_size > 1:
             words.append(f"ep{self.ep_rank}of{self.ep_size}")
-        for name in ("gate", "layout", "dtype", "routing", "values", "hazard"):
+        for name in ("gate", "layout", "dtype", "arrives", "routing", "values", "hazard"):
             if getattr(self, name) != _DEFAULTS[name]:
                 words.append(getattr(self, name).value)
         if self.group != _DEFAULTS["group"]:
@@ -205,7 +215,7 @@ class Case:
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
 _ENUMS: tuple[tuple[str, type[StrEnum]], ...] = (
     ("scale", ScaleFormat), ("gate", Gate), ("layout", ScaleLayout), ("dtype", InputDtype),
-    ("routing", Routing), ("values", Values), ("hazard", Hazard),
+    ("arrives", Arrival), ("routing", Routing), ("values", Values), ("hazard", Hazard),
 )  # fmt: skip
 
 

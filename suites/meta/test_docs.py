@@ -34,6 +34,7 @@ from moe_parity.references.stages.mistakes.layer import CARRIED
 from moe_parity.suites.faulty.kinds import AXES, REPORTED, Kind
 from moe_parity.suites.faulty.table import FAULTS
 from moe_parity.suites.mistaken import settings
+from moe_parity.suites.scale_formats import cells
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -240,6 +241,12 @@ def near_measurements(scenario: str) -> str:
     return table("as the kernel has it|tokens|codes|rms|worst|over|small|one code", rows)
 
 
+def scale_format_table() -> str:
+    """List what decides the scale format of a quantization, and what then arrives quantized."""
+    head = "set for it|set for the layer|checkpoint|backend|global default|format|arrives quantized"
+    return table(head, list(cells()))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
     "ops": op_table,
@@ -247,6 +254,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "recipes": recipe_table,
     "decisions": decision_tables,
     "words": word_table,
+    "scale_formats": scale_format_table,
     "mistakes": mistake_table,
     "reported_faults": lambda: kind_table(REPORTED),
     "fault_axes": lambda: kind_table(AXES),

@@ -11,4 +11,6 @@ from moe_parity.kernels.ours import linear
 from moe_parity.kernels.ours.op_list import NAMESPACE, OPS, Op
 from moe_parity.kernels.ours.ops import activations, gemms, layer, quantizers, routing
 
-__all__ = ["NAMESPACE", "OPS", "Op", "activations", "gemms", "layer", "linear", "quantizers", "routing"]
+__all__ = [
+    "NAMESPACE", "OPS", "Op", "activations", "gemms", "layer", "linear", "quantizers", "routing",
+]  # fmt: skip

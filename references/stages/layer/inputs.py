@@ -16,11 +16,13 @@ from torch import Tensor
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, f32_to_bf16
-from moe_parity.references.language.case import Case, Hazard, Values
+from moe_parity.references.language.case import Arrival, Case, Hazard, Values
 from moe_parity.references.stages.gemm.aims import codes, nudged
 from moe_parity.references.stages.gemm.reference import hit
 from moe_parity.references.stages.hazards import embed, surround
-from moe_parity.references.stages.layer.operands import Asked, Experts, LayerInputs, Routed
+from moe_parity.references.stages.layer.operands import Arrived, Asked, Experts, LayerInputs, Routed
+from moe_parity.references.stages.quant.decisions import QuantRecipe
+from moe_parity.references.stages.quant.reference import act_quant
 from moe_parity.references.stages.routing import draw_ids, local_expert, pairs_experts
 from moe_parity.references.stages.sparse import room
 
@@ -54,11 +56,13 @@ def asked_of(case: Case) -> Asked:
 
 def batch_of(case: Case, device: str) -> Routed:
     """Return activations, ids and routing weights."""
-    return Routed(
-        x=embed(_activations(case, case.values is Values.AIMED, device), case.hazard),
-        ids=draw_ids(case, device),
-        weights=_routing_weights(case, device),
-    )
+    x = _activations(case, case.values is Values.AIMED, device)
+    ids, weights = draw_ids(case, device), _routing_weights(case, device)
+    if case.arrives is Arrival.PLAIN:
+        return Routed(x=embed(x, case.hazard), ids=ids, weights=weights)
+    # by a sender of its own: what the kernel's quantizer decides does not show in its inputs
+    act = act_quant(x, QuantRecipe(), scale=case.scale, form=case.codes)
+    return Arrived(x=embed(act.codes, case.hazard), x_scale=act.scales, ids=ids, weights=weights)
 
 
 def experts_of(case: Case, device: str, taken: Sequence[int] | None = None) -> Experts:

@@ -49,6 +49,14 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arrived(Routed):
+    """A batch that was quantized before it was dispatched: ``x`` holds codes, uint8."""
+
+    x_scale: Tensor
+    """fp32 [M, H / 128]."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Asked:
     """What else the caller asks for."""
 
@@ -77,6 +85,11 @@ class LayerInputs:
     def expert(self) -> Tensor:
         """The local expert of each pair, int64 [P]; -1 where the rank does not own it."""
         return local_expert(self.batch.ids, self.experts.first, self.experts.count)
+
+    @property
+    def x_scale(self) -> Tensor | None:
+        """The scales of activations that arrive quantized, else None."""
+        return self.batch.x_scale if isinstance(self.batch, Arrived) else None
 
 
 @dataclass(frozen=True, kw_only=True)

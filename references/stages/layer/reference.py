@@ -31,10 +31,13 @@ def layer(inputs: LayerInputs, recipe: Recipe) -> Trace:
     def kept(rows: Tensor) -> Tensor:
         return torch.where(owned, rows, torch.zeros_like(rows))
 
-    start = recipe.of("act_quant", QuantRecipe)
-    act = act_quant(batch.x, start, scale=asked.scale, form=asked.form)
+    act_codes, act_scales = batch.x, inputs.x_scale
+    if act_scales is None:
+        start = recipe.of("act_quant", QuantRecipe)
+        act = act_quant(batch.x, start, scale=asked.scale, form=asked.form)
+        act_codes, act_scales = act.codes, act.scales
     rows = grouped(
-        act.codes.repeat_interleave(k, 0), act.scales.repeat_interleave(k, 0), experts.w13,
+        act_codes.repeat_interleave(k, 0), act_scales.repeat_interleave(k, 0), experts.w13,
         experts.w13_scale, expert, gemm,
     )  # fmt: skip
     first = kept(biased(rows, experts.bias13, expert, gemm))
@@ -50,7 +53,7 @@ def layer(inputs: LayerInputs, recipe: Recipe) -> Trace:
     mine = (expert >= 0).view(batch.ids.shape)
     out = combine(shaped, batch.weights, mine, summing, asked.dtype)
     return Trace(
-        act_codes=act.codes, act_scales=act.scales, fc1=first, mid_codes=codes, mid_scales=scales,
+        act_codes=act_codes, act_scales=act_scales, fc1=first, mid_codes=codes, mid_scales=scales,
         fc2=second, out=out,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.arithmetic.formats import BLOCK, WHOLE_SCALES, ScaleFormat, ScaleLayout
-from moe_parity.references.language.case import Case, Values
+from moe_parity.references.language.case import Arrival, Case, Values
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.language.recipe import Acting, Recipe
 from moe_parity.references.language.stage import (
@@ -23,11 +23,12 @@ from moe_parity.references.language.stage import (
     Stage,
     Subset,
     filled,
+    tensors_of,
 )
 from moe_parity.references.stages.combine import COMBINE, ExpertRows
 from moe_parity.references.stages.gemm.stage import FC1, FC2, GroupedRows
 from moe_parity.references.stages.layer.inputs import asked_of, layer_inputs
-from moe_parity.references.stages.layer.operands import Experts, LayerInputs, Routed
+from moe_parity.references.stages.layer.operands import Arrived, Experts, LayerInputs, Routed
 from moe_parity.references.stages.layer.reference import layer, layer_float64
 from moe_parity.references.stages.mistakes.layer import mistakes
 from moe_parity.references.stages.owned import CODES, IDS, Own
@@ -52,7 +53,7 @@ class Layer(Stage[LayerInputs]):
     name = "layer"
     reads: ClassVar[Reads] = {
         **dict.fromkeys(("m", "e", "k", "h", "i", "clamp", "gate", "ep_rank", "ep_size")),
-        **dict.fromkeys(("routing", "hazard")),
+        **dict.fromkeys(("routing", "hazard", "arrives")),
         "scale": WHOLE_SCALES,
         "mid_scale": WHOLE_SCALES,
         "values": frozenset({Values.NORMAL, Values.AIMED, Values.SCALES}),
@@ -69,14 +70,22 @@ class Layer(Stage[LayerInputs]):
         return layer_inputs(self.check(case), device)
 
     def given(self, case: Case, tensors: Mapping[str, Tensor]) -> tuple[Case, LayerInputs]:
-        """Take ``x``, ``ids``, ``weights`` if any, and the experts' codes and scales."""
+        """Take ``x``, ``ids``, ``weights`` if any, and the experts' codes and scales.
+
+        Of a case whose activations arrive quantized ``x`` are codes, and ``x_scale`` is taken too.
+        """
         own, fp32 = Own(self.name, tensors), (torch.float32,)
-        x, ids = own.take("x", 2, (torch.bfloat16,)), own.take("ids", 2, IDS).int()
+        arrived = case.arrives is Arrival.QUANTIZED
+        x = own.take("x", 2, CODES if arrived else (torch.bfloat16,))
+        ids = own.take("ids", 2, IDS).int()
         w13, w2 = own.take("w13", 3, CODES), own.take("w2", 3, CODES)
         batch = Routed(
             x=x, ids=ids,
             weights=own.take("weights", 2, fp32, tuple(ids.shape)) if "weights" in own else None,
         )  # fmt: skip
+        if arrived:
+            scales = own.take("x_scale", 2, fp32, (x.shape[0], x.shape[1] // BLOCK))
+            batch = Arrived(**vars(batch), x_scale=scales)
         experts = Experts(
             w13=w13, w13_scale=own.take("w13_scale", 3, fp32), w2=w2,
             w2_scale=own.take("w2_scale", 3, fp32), first=case.first_expert,
@@ -113,9 +122,11 @@ class Layer(Stage[LayerInputs]):
             return dataclasses.replace(made, strides=None)
 
         asked = inputs.asked
-        return {
+        own = {
             "act_codes": code_output(tokens, hidden, asked.form, "token"),
             "act_scales": scales(tokens, hidden, asked.scale, "token"),
+        }
+        return (own if inputs.x_scale is None else {}) | {
             "fc1": rows(pairs, 2 * width, torch.bfloat16, "pair"),
             "mid_codes": code_output(pairs, width, asked.form, "pair"),
             "mid_scales": scales(pairs, width, asked.mid, "pair"),
@@ -125,7 +136,10 @@ class Layer(Stage[LayerInputs]):
 
     def reference(self, case: Case, inputs: LayerInputs, recipe: Recipe) -> dict[str, Tensor]:
         """Return every stage's tensors, each from the one before."""
-        return dict(vars(layer(inputs, recipe)))
+        made = dict(vars(layer(inputs, recipe)))
+        if inputs.x_scale is not None:
+            del made["act_codes"], made["act_scales"]  # what arrives is no output
+        return made
 
     def live(self, case: Case, inputs: LayerInputs) -> Mapping[str, Tensor]:
         """Return the owned pairs."""
@@ -139,16 +153,21 @@ class Layer(Stage[LayerInputs]):
         """Return some tokens."""
         part = dataclasses.replace(inputs, batch=rows_of(inputs.batch, chosen))
         pairs = pairs_of(chosen, inputs.batch.ids.shape[1])
-        rows = dict.fromkeys(("act_codes", "act_scales"), chosen)
+        own = ("act_codes", "act_scales") if inputs.x_scale is None else ()
+        rows = dict.fromkeys(own, chosen)
         rows |= dict.fromkeys(("fc1", "mid_codes", "mid_scales", "fc2"), pairs)
         rows["out"] = chosen
         case = dataclasses.replace(case, m=chosen.numel())
         return Subset(case=case, inputs=part, rows=rows)
 
     def spoiled(self, inputs: LayerInputs, chosen: Tensor, value: float) -> LayerInputs:
-        """Return a batch with some tokens of one number."""
-        x = filled(inputs.batch.x, chosen, value)
-        return dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, x=x))
+        """Return a batch with some tokens of one number, or scales where they arrive quantized."""
+        batch = inputs.batch
+        if isinstance(batch, Arrived):
+            filled_batch = dataclasses.replace(batch, x_scale=filled(batch.x_scale, chosen, value))
+            return dataclasses.replace(inputs, batch=filled_batch)
+        x = filled(batch.x, chosen, value)
+        return dataclasses.replace(inputs, batch=dataclasses.replace(batch, x=x))
 
     def subsets(self, case: Case, inputs: LayerInputs) -> Iterator[Subset]:
         """Yield the first token alone and the last one alone."""
@@ -169,13 +188,14 @@ class Layer(Stage[LayerInputs]):
 
     def handed(self, inputs: LayerInputs) -> list[Tensor]:
         """Return the batch; experts are too large to copy for every call."""
-        batch = inputs.batch
-        return [t for t in (batch.x, batch.ids, batch.weights) if t is not None]
+        return tensors_of(inputs.batch)
 
     def errors(
         self, case: Case, inputs: LayerInputs, got: Outputs
     ) -> tuple[float | None, float | None]:
         """Return the L2 distances to an unquantized layer through BF16 and in float64."""
+        if case.arrives is Arrival.QUANTIZED:
+            return None, None
         if case.values is not Values.NORMAL or case.m * case.i * case.h > MEASURED_BELOW:
             return None, None
         found = []
@@ -228,13 +248,21 @@ class Layer(Stage[LayerInputs]):
 def rows_of(batch: Routed, tokens: Tensor | list[int]) -> Routed:
     """Return the batch of some tokens."""
     weights = None if batch.weights is None else batch.weights[tokens].contiguous()
-    return Routed(x=batch.x[tokens], ids=batch.ids[tokens].contiguous(), weights=weights)
+    x, ids = batch.x[tokens], batch.ids[tokens].contiguous()
+    if isinstance(batch, Arrived):
+        return Arrived(x=x, x_scale=batch.x_scale[tokens], ids=ids, weights=weights)
+    return Routed(x=x, ids=ids, weights=weights)
 
 
 def plain(case: Case) -> Case:
     """Return the case of a stage inside, but for its scale format: what its inputs hold is left."""
     return dataclasses.replace(
-        case, mid_scale=None, clamp=None, layout=ScaleLayout.ROW, hazard=type(case.hazard).NONE
+        case,
+        mid_scale=None,
+        clamp=None,
+        layout=ScaleLayout.ROW,
+        hazard=type(case.hazard).NONE,
+        arrives=Arrival.PLAIN,
     )
 
 
@@ -242,20 +270,20 @@ def _copied(inputs: LayerInputs, made: Mapping[str, Tensor | None], copies: int)
     """Return a batch several times over; ``weights`` None in ``made`` leaves its weights out."""
     batch = inputs.batch
     weights = None if "weights" in made else batch.weights
-    return dataclasses.replace(
-        inputs,
-        batch=Routed(
-            x=torch.cat([batch.x] * copies), ids=torch.cat([batch.ids] * copies),
-            weights=None if weights is None else torch.cat([weights] * copies),
-        ),
-    )  # fmt: skip
+    changed: dict[str, Any] = {
+        name: torch.cat([tensor] * copies)
+        for name, tensor in vars(batch).items()
+        if name != "weights"
+    }
+    changed["weights"] = None if weights is None else torch.cat([weights] * copies)
+    return dataclasses.replace(inputs, batch=dataclasses.replace(batch, **changed))
 
 
 # --- the stages inside --------------------------------------------------------------------------
 
 
-def _act_quant(inputs: LayerInputs, got: Outputs) -> QuantInputs:
-    return QuantInputs(x=inputs.batch.x)
+def _act_quant(inputs: LayerInputs, got: Outputs) -> QuantInputs | None:
+    return QuantInputs(x=inputs.batch.x) if inputs.x_scale is None else None
 
 
 def _gemm(inputs: LayerInputs, codes: Tensor, scales: Tensor, first: bool) -> GroupedRows:
@@ -269,6 +297,8 @@ def _gemm(inputs: LayerInputs, codes: Tensor, scales: Tensor, first: bool) -> Gr
 
 
 def _fc1(inputs: LayerInputs, got: Outputs) -> GroupedRows | None:
+    if inputs.x_scale is not None:
+        return _gemm(inputs, inputs.batch.x, inputs.x_scale, True)
     if not {"act_codes", "act_scales"} <= got.keys():
         return None
     return _gemm(inputs, got["act_codes"], got["act_scales"], True)

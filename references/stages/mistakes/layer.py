@@ -6,6 +6,7 @@ that returns its trace has all of them tried, stage by stage.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -76,6 +77,7 @@ def mistakes(
                 outputs=partial(together, number), local=mistake.local,
             )  # fmt: skip
     yield from _elsewhere(made, onward, recipe)
+    yield from _exchanged(made, steps, onward, recipe)
 
 
 def _together(
@@ -119,3 +121,32 @@ def _elsewhere(made: Mapping[str, Step], onward: Onward, recipe: Recipe) -> Iter
 def _not_in_the_sum(onward: Onward, name: str, wrong: Mistake) -> Trace:
     trace = onward(name, wrong.outputs(), 1)
     return onward("fc2", {"rows": trace["fc2"], "weights": None}, 1)
+
+
+def _exchanged(
+    made: Mapping[str, Step],
+    steps: Callable[[Trace], Sequence[Step]],
+    onward: Onward,
+    recipe: Recipe,
+) -> Iterator[Mistake]:
+    """Yield the two scale formats of a layer taken for each other, where they differ."""
+    if not {"act_quant", "swiglu_quant"} <= made.keys():
+        return
+    first, case, inputs = made["act_quant"]
+    second, other = made["swiglu_quant"][:2]
+    if case.scale is other.scale:
+        return
+
+    def outputs() -> Trace:
+        wrong = dataclasses.replace(case, scale=other.scale)
+        trace = onward(first.name, first.reference(wrong, inputs, recipe), 1)
+        inside = next(step[2] for step in steps(trace) if step[0] is second)
+        later = second.reference(dataclasses.replace(other, scale=case.scale), inside, recipe)
+        after = onward(second.name, later, 1)
+        kept = {name: trace[name] for name in ("act_codes", "act_scales", "fc1")}
+        return {**after, **kept}
+
+    yield Mistake(
+        name="formats_exchanged", outputs=outputs,
+        words="the scale formats of the two quantizations exchanged,",
+    )  # fmt: skip
