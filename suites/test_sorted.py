@@ -177,7 +177,7 @@ def poisoned(aligned: steps.Alignment, width: int) -> sorted_rows.SortedRows:
 
 
 def _from_rows(aligned: steps.Alignment, rows: Tensor, ids: Tensor) -> sorted_rows.SortedRows:
-    codes, scales = swiglu_quant(rows, ids, 0, 3, Activation(), False)
+    codes, scales = swiglu_quant(rows, ids, 0, 3, Activation())
     return sorted_rows.sort_rows(codes, scales, aligned)
 
 
@@ -200,7 +200,7 @@ def test_slots_of_sorted_rows_without_a_pair_are_zeros_of_scale_one(
     made = make(aligned, rows, ids)
     assert aligned.block_expert.tolist() == [0, 0, 2, -1]
     order = [*range(17), *[None] * 15, 17, 19, *[None] * 14]
-    codes, scales = swiglu_quant(rows, ids, 0, 3, Activation(), False)
+    codes, scales = swiglu_quant(rows, ids, 0, 3, Activation())
     flat = made.scales[:, 0].flatten()
     for slot, pair in enumerate(order):
         if pair is None:
