@@ -109,7 +109,7 @@ def swiglu_differs(how: str, scale: ScaleFormat, device: str) -> str:
         rows, counts, acting, scale=scale, codes=codes, scales=scales, programs=2
     )
     want = activation.swiglu_quant(
-        rows.view(-1, 512), ids_of(mask), 0, mask.shape[0], acting, scale.is_power_of_two
+        rows.view(-1, 512), ids_of(mask), 0, mask.shape[0], acting, scale=scale
     )
     for name, got, right in zip(("codes", "scales"), (codes, scales), want, strict=True):
         if not same(got, right, mask):
