@@ -55,6 +55,7 @@ def told(
         skip_test(Skip(Why.UNSUPPORTED, verdict.reason))
 
 
+@pytest.mark.untouched
 @pytest.mark.parametrize(("kernel", "case"), [*EVERY, *LAYERS])
 def test_a_captured_call_replays(
     kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder, parity_seed: int
