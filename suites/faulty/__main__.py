@@ -27,7 +27,7 @@ def _by_functions(faults: list[Fault], seeds: list[int | None], known: list[Line
     """Yield a line for each fault and seed that is not known."""
     ours = [line for line in known if "way" not in line]
     done = {(line["name"], line["seed"]) for line in ours}
-    suites = {line["name"]: line["suite"] for line in ours}
+    suites = {line["name"]: line["suite"] for line in ours if line["seed"] is None}
     for seed in seeds:
         for fault in faults:
             if (fault.name, seed) in done:
@@ -36,7 +36,8 @@ def _by_functions(faults: list[Fault], seeds: list[int | None], known: list[Line
                 continue  # the command holds those of the other suites to seeds
             yield []
             found = measured(fault, seed, drawn_only=seed is not None)
-            suites[fault.name] = found.suite
+            if seed is None:
+                suites[fault.name] = found.suite
             yield [{
                 "name": fault.name, "stage": fault.stage, "seed": seed, "suite": found.suite,
                 "named": found.named, "causes": found.causes, "cases": found.cases,

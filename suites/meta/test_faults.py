@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from moe_parity.harness.cases.sweep import swept
 from moe_parity.harness.checks.expect import Recorder, claim
-from moe_parity.harness.checks.flow import check
-from moe_parity.references.language import Routing
+from moe_parity.harness.checks.flow import bits, check
+from moe_parity.references.language import Case, Routing, Skip, Why
 from moe_parity.references.recipes.ours import NO_ROUNDING, OURS
 from moe_parity.references.stages import STAGES
 from moe_parity.reports.records import Record
@@ -102,6 +103,23 @@ def test_rows_alone_say_why_they_differ():
     assert "the rows alone give other bits" in red.message
     changed = dataclasses.replace(case, routing=Routing.NOBODY)
     assert not any(v.failed for v in check(kernel_of("combine", right), changed, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["permute_257_last_lost", "align_257_last_lost"])
+def test_the_last_of_257_experts_is_hit_whatever_the_seed(name: str):
+    """Among every size: few tokens hit it by chance."""
+    kernel = BY_NAME[name].kernel
+    for seed in range(3):
+        met = [case for case in swept(kernel, "cpu", 40, seed) if case.e == 257]
+        red = next(found for case in met if (found := bits(kernel, case, "cpu")).failed)
+        assert "last_expert_lost" in red.causes
+    # a kernel that takes no such routing has its sizes all the same
+    others = swept(dataclasses.replace(kernel, supports=_alone), "cpu", 40)
+    assert len([case for case in others if case.e == 257]) == len(met)
+
+
+def _alone(case: Case, device: str) -> Skip | None:
+    return Skip(Why.UNSUPPORTED, "other experts") if case.routing is Routing.LAST else None
 
 
 @pytest.mark.parametrize("stage", ["align", "permute", "combine"])
