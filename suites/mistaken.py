@@ -199,6 +199,7 @@ def _cases() -> dict[str, list[Setting]]:
         add(stage, small, change=_biased)
         add(stage, Case(m=66, e=2, k=2, h=256, i=256))
         add(stage, dataclasses.replace(small, values=Values.NORMAL), change=_cancelling)
+        add(stage, Case(m=3, e=6, k=9, **sizes))  # more pairs of a token than 4 and 8
     add("fc1", Case(m=4, e=2, k=2, h=512, i=512))
     add("fc2", Case(m=4, e=3, k=2, h=256, i=384, values=aimed), recipe=VLLM_TRITON)
     add("fc1", Case(m=3, e=2, k=1, h=128, i=116))  # N = 232: past every tile

@@ -6,6 +6,7 @@ launches, with the host's scalars as they were, stand for one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -41,8 +42,11 @@ LAYERS = [param(kernel, SERVED) for kernel in all_kernels(LAYER)]
 Look = Callable[[Kernel, Case, str], Verdict]
 
 
-def told(kernel: Kernel, case: Case, device: str, recorder: Recorder, look: Look) -> None:
-    """Record what is found; a skip says why."""
+def told(
+    kernel: Kernel, case: Case, device: str, recorder: Recorder, look: Look, *, seed: int
+) -> None:
+    """Record what is found on a case with that base seed; a skip says why."""
+    case = dataclasses.replace(case, seed=seed)
     needs(kernel, case, device)
     current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
     verdict = look(kernel, case, device)
@@ -51,24 +55,25 @@ def told(kernel: Kernel, case: Case, device: str, recorder: Recorder, look: Look
         skip_test(Skip(Why.UNSUPPORTED, verdict.reason))
 
 
+@pytest.mark.untouched
 @pytest.mark.parametrize(("kernel", "case"), [*EVERY, *LAYERS])
 def test_a_captured_call_replays(
-    kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder
+    kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder, parity_seed: int
 ):
     if Check.REPLAY not in kernel.contract.checks:
         skip_test(Skip(Why.UNSUPPORTED, f"{kernel.name}: its contract leaves replay out."))
-    told(kernel, case, parity_device, parity_recorder, replay)
+    told(kernel, case, parity_device, parity_recorder, replay, seed=parity_seed)
 
 
 @pytest.mark.parametrize(("kernel", "case"), EVERY)
 def test_a_call_does_not_wait(
-    kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder
+    kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder, parity_seed: int
 ):
-    told(kernel, case, parity_device, parity_recorder, no_sync)
+    told(kernel, case, parity_device, parity_recorder, no_sync, seed=parity_seed)
 
 
 @pytest.mark.parametrize(("kernel", "case"), EVERY)
 def test_serving_compiles_nothing(
-    kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder
+    kernel: Kernel, case: Case, parity_device: str, parity_recorder: Recorder, parity_seed: int
 ):
-    told(kernel, case, parity_device, parity_recorder, no_recompile)
+    told(kernel, case, parity_device, parity_recorder, no_recompile, seed=parity_seed)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness.calling.run import run
+from moe_parity.harness.checks.expect import Recorder
 from moe_parity.harness.checks.replay import replay
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import Call, Kernel
 from moe_parity.references.language import Case, Check, Recipe, Routing
 from moe_parity.references.recipes import recipe_named
 from moe_parity.references.recipes.ours import OURS
+from moe_parity.suites import test_replay
 from moe_parity.suites.planted import kernel_of
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -329,3 +331,26 @@ def test_the_faults_do_not_show_in_one_call(stage: str):
     for fault, _, _ in FAULTS:
         got = run(made(stage, fault), case, inputs).outputs
         assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    ("test", "look"),
+    [
+        (test_replay.test_a_captured_call_replays, "replay"),
+        (test_replay.test_a_call_does_not_wait, "no_sync"),
+        (test_replay.test_serving_compiles_nothing, "no_recompile"),
+    ],
+)
+def test_the_seed_of_a_run_is_that_of_its_cases(
+    test: Callable[..., None], look: str, monkeypatch: pytest.MonkeyPatch, parity_recorder: Recorder
+):
+    seen: list[Case] = []
+
+    def note(kernel: Kernel, case: Case, device: str) -> Verdict:
+        seen.append(case)
+        return Verdict(check=look, verdict="pass")
+
+    monkeypatch.setattr(test_replay, look, note)
+    case = CASES["combine"]
+    test(made("combine", right), case, "cpu", parity_recorder, 7)
+    assert seen == [dataclasses.replace(case, seed=7)]

@@ -258,6 +258,21 @@ def test_a_group_that_does_not_exist_packs_a_zero(junk: int, green: bool):
         assert "packs exponents of groups that do not exist" in found["exact"]
 
 
+def test_a_packed_word_that_is_left_is_called_unwritten():
+    """Not one that packs groups which do not exist, as the poison in it seems to."""
+
+    def leaves(call: Call) -> dict[str, Tensor]:
+        made = call.stage.reference(call.case, call.inputs, OURS)
+        words, scales = pack_ue8m0(ue8m0_encode(made["scales"])), call.new("scales")
+        scales[:-1] = words[:-1]
+        return {"codes": call.new("codes").copy_(made["codes"]), "scales": scales}
+
+    case = Case(m=5, h=384, scale=ScaleFormat.UE8M0_PACKED)
+    verdicts = [v for v in check(kernel_of("act_quant", leaves), case, "cpu") if v.failed]
+    assert {v.cause for v in verdicts} == {"unwritten"}
+    assert "write_set" in {v.check for v in verdicts}
+
+
 def test_fates_of_memory_with_three_axes():
     """A fate for each row: all dimensions but the last."""
 

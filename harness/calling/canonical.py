@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +22,19 @@ def finished(returned: Any) -> Any:
     return returned() if callable(returned) else returned
 
 
-def canonical(name: str, call: Call, returned: object) -> dict[str, Tensor]:
+def canonical(
+    name: str, call: Call, returned: object, unwritten: Collection[int] = ()
+) -> dict[str, Tensor]:
     """Return the outputs of kernel ``name`` by name, codes as uint8 and scales as fp32.
 
-    Raises BadOutput, in a sentence, for other names, shapes, dtypes or layouts than the stage has.
+    ``unwritten`` are bytes of memory that nobody has written: a packed word of one of them alone
+    was left as it was.  Raises BadOutput, in a sentence, for other names, shapes, dtypes or layouts
+    than the stage has.
     """
     wanted, found = call.outputs, by_name(name, call, returned)
-    return {own: _one(name, own, found[own], wanted[own]) for own in wanted if own in found}
+    return {
+        own: _one(name, own, found[own], wanted[own], unwritten) for own in wanted if own in found
+    }
 
 
 def by_name(name: str, call: Call, returned: object) -> Mapping[str, Tensor]:
@@ -82,7 +88,7 @@ def declared(name: str, returned: object) -> Mapping[str, Tensor]:
     return fates
 
 
-def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
+def _one(name: str, own: str, tensor: Tensor, wanted: Output, unwritten: Collection[int]) -> Tensor:
     if wanted.kind is Kind.CODES and tensor.dtype is wanted.codes.dtype:
         tensor = tensor.view(torch.uint8)
     fits = tuple(tensor.shape) == wanted.shape or (wanted.any_length and tensor.dim() == 1)
@@ -100,14 +106,17 @@ def _one(name: str, own: str, tensor: Tensor, wanted: Output) -> Tensor:
                 f"{wanted.strides}, the layout that the case asks for."
             )
     # A copy: the memory may be the kernel's own, and change with its next call.
-    return _unpacked(name, tensor, wanted) if packed else row_major(tensor)
+    return _unpacked(name, tensor, wanted, unwritten) if packed else row_major(tensor)
 
 
-def _unpacked(name: str, words: Tensor, wanted: Output) -> Tensor:
+def _unpacked(name: str, words: Tensor, wanted: Output, unwritten: Collection[int]) -> Tensor:
     assert wanted.canonical is not None
     groups = wanted.canonical[-1]
     found = unpack_ue8m0(words, 4 * words.shape[-1])
-    if bool((found[..., groups:] != 0).any()):
+    junk = (found[..., groups:] != 0).any(-1)
+    for byte in unwritten:  # a word that was left packs nothing: the checks of memory name it
+        junk &= (found[..., -4:] != byte).any(-1)
+    if bool(junk.any()):
         raise BadOutput(
             f"{name} packs exponents of groups that do not exist: the last word of a row of "
             f"{groups} groups must end in zeros."

@@ -30,6 +30,11 @@ integers: an index read from there is out of range.  In turn, so that a copy is 
 element that was left."""
 
 
+def fills(poison: int) -> frozenset[int]:
+    """Return the bytes that memory which nobody has written may hold under a poison."""
+    return frozenset({poison, SCRATCH[poison], *(OWN if poison == POISONS[1] else ())})
+
+
 def own_fill(poison: int, number: int, dtype: torch.dtype) -> int:
     """Return the fill of a kernel's own allocation ``number``; a bool is true once, then false."""
     if dtype is torch.bool:

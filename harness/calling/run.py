@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_parity.harness.calling.canonical import by_name, canonical, declared, finished
 from moe_parity.harness.calling.own import OwnMemory
-from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator
+from moe_parity.harness.calling.poison import POISONS, Output, PoisonedAllocator, fills
 from moe_parity.kernels import Call, Kernel
 from moe_parity.kernels.written import watching
 from moe_parity.references.language import Case
@@ -73,7 +73,7 @@ def run(kernel: Kernel, case: Case, inputs: Any, poison: int = POISONS[0]) -> Ra
             torch.cuda.synchronize()
     finally:
         input_kept = kept.put_back()
-    again = partial(canonical, kernel.name, call, returned)
+    again = partial(canonical, kernel.name, call, returned, fills(poison))
     tensors = by_name(kernel.name, call, returned)
     return Ran(
         outputs=again(), memory=new.outputs, fates=declared(kernel.name, returned),

@@ -18,7 +18,7 @@ from moe_parity.harness.cases.sequences import base_of
 from moe_parity.harness.cases.strategies import CHOICES, EXPERTS, TOKENS, WIDEST, formats
 from moe_parity.kernels import Kernel
 from moe_parity.references.arithmetic.formats import BLOCK
-from moe_parity.references.language import Case, Values
+from moe_parity.references.language import Case, Routing, Values
 
 INSIDE: tuple[int, ...] = (
     1,
@@ -79,7 +79,7 @@ def swept(kernel: Kernel, device: str, drawn: int, seed: int = 0) -> list[Case]:
         return []
     base = dataclasses.replace(base, seed=seed)
     virtual = kernel.runs_on(device) == "virtual_gpu"
-    kinds = [_rows(base, kernel, seed), _choices(base, kernel), _widths(base, kernel, seed)]
+    kinds = [_rows(base, kernel, seed), _choices(base, kernel, device), _widths(base, kernel, seed)]
     if virtual:
         total = drawn * drawn / VIRTUAL_SHARE
         most = min(max(total / 5, ONE_CALL[0]), ONE_CALL[1])
@@ -170,8 +170,11 @@ def widened(case: Case, word: str, width: int) -> Case:
     return dataclasses.replace(case, h=width) if word == "h" else dataclasses.replace(case, i=width)
 
 
-def _choices(base: Case, kernel: Kernel) -> list[Case]:
-    """Return the case with any experts and any choices of them, the largest first."""
+def _choices(base: Case, kernel: Kernel, device: str) -> list[Case]:
+    """Return the case with any experts and any choices of them, the largest first.
+
+    Odd numbers of choices are all of the last expert, which few tokens hit by chance.
+    """
     reads = kernel.stage.reads
     if "e" not in reads:
         return []
@@ -182,6 +185,9 @@ def _choices(base: Case, kernel: Kernel) -> list[Case]:
     cases = []
     for e, k in pairs:
         case = dataclasses.replace(few, e=e, k=k)
+        last = dataclasses.replace(case, routing=Routing.LAST)
+        if "routing" in reads and k % 2 and kernel.declines(last, device) is None:
+            case = last
         weights = 3 * case.e * case.h * case.i if "i" in reads else 0
         if weights > WEIGHTS:
             narrow = max(WEIGHTS // (3 * case.e * case.h) // 16 * 16, 16)

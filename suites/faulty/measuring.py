@@ -43,13 +43,18 @@ class Found:
         """Whether one was red."""
         return bool(self.suite)
 
-    def take(self, fault: Fault, suite: str, cause: str, others: tuple[str, ...]) -> None:
-        """Take a red verdict; raise Named where it says why."""
+    def see(self, fault: Fault, suite: str, cause: str, others: tuple[str, ...]) -> bool:
+        """Note a red verdict; return whether it says why."""
         self.suite = self.suite or suite
         if cause and cause not in self.causes:
             self.causes.append(cause)
-        if fault.named((cause, *others)):
-            self.named = True
+        said = fault.named((cause, *others))
+        self.named = self.named or said
+        return said
+
+    def take(self, fault: Fault, suite: str, cause: str, others: tuple[str, ...]) -> None:
+        """Take a red verdict; raise Named where it says why."""
+        if self.see(fault, suite, cause, others):
             raise Named
 
 

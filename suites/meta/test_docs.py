@@ -15,7 +15,9 @@ import shlex
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -132,22 +134,49 @@ def kind_table(kinds: tuple[Kind, ...]) -> str:
     return table("kind|what goes wrong|check|shown by|planted", rows)
 
 
+@cache
+def fault_lines() -> list[dict[str, Any]]:
+    """Return what was measured of planted faults, a line for each kernel, seed and way."""
+    return [json.loads(line) for line in lzma.decompress(PLANTED.read_bytes()).splitlines()]
+
+
 def fault_measurements() -> str:
     """Say of each planted fault what the default check of its kernel said."""
-    lines = [json.loads(line) for line in lzma.decompress(PLANTED.read_bytes()).splitlines()]
     rows = []
     for fault in FAULTS:
-        own = [line for line in lines if line["name"] == fault.name]
+        every = [line for line in fault_lines() if line["name"] == fault.name]
+        own = [line for line in every if "way" not in line]
         seeds = [line for line in own if line["seed"] is not None]
+        asked = [line for line in every if "way" in line]
         for line in own:
             if line["seed"] is None:
-                red, named = (sum(bool(x[key]) for x in seeds) for key in ("suite", "named"))
-                of = f"{red}, {named} of {len(seeds)}" if seeds else ""
                 causes = ", ".join(f"`{cause}`" for cause in line["causes"])
                 rows.append((f"`{fault.name}`", fault.stage, fault.words, line["suite"] or "none",
-                             "yes" if line["named"] else "no", causes, of))  # fmt: skip
+                             "yes" if line["named"] else "no", causes, red_and_named(seeds),
+                             red_and_named(asked)))  # fmt: skip
     head = "kernel|stage|what it does wrong|red in|named|causes|other seeds: red, named"
-    return table(head, rows)
+    return table(f"{head}|the command: red, named", rows)
+
+
+def red_and_named(lines: list[dict[str, Any]]) -> str:
+    """Return under how many seeds some lines are red, and named, of how many; ci is one."""
+    seeds = {line["seed"] for line in lines}
+    red, named = (len({x["seed"] for x in lines if x[key]}) for key in ("suite", "named"))
+    return f"{red}, {named} of {len(seeds)}" if seeds else ""
+
+
+def fault_commands() -> str:
+    """Say of the faults that the whole command was run on what was red."""
+    rows = []
+    for line in fault_lines():
+        if line.get("tests") == "":
+            suites = ", ".join(f"`{suite.removesuffix('.py')}`" for suite in line["suites"])
+            causes = ", ".join(f"`{cause}`" for cause in line["causes"])
+            rows.append((f"`{line['name']}`", line["stage"], line["seed"] or "ci",
+                         line["red"], suites, "yes" if line["named"] else "no", causes,
+                         f"{line['seconds']:.0f} s, {line['together']}"))  # fmt: skip
+    head = "kernel|stage|seed|tests red|red in|named|causes"
+    return table(f"{head}|wall time, of so many kernels together", rows)
 
 
 def word_table() -> str:
@@ -259,6 +288,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reported_faults": lambda: kind_table(REPORTED),
     "fault_axes": lambda: kind_table(AXES),
     "fault_measurements": fault_measurements,
+    "fault_commands": fault_commands,
     "kernel_measurements": kernel_measurements,
     "model_measurements": model_measurements,
     "check_measurements": check_measurements,

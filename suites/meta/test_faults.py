@@ -10,14 +10,18 @@ import ast
 import dataclasses
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_parity.harness.cases.sweep import swept
 from moe_parity.harness.checks.expect import Recorder, claim
-from moe_parity.harness.checks.flow import check
-from moe_parity.references.language import Routing
+from moe_parity.harness.checks.flow import bits, check
+from moe_parity.references.language import Case, Routing, Skip, Why
 from moe_parity.references.recipes.ours import NO_ROUNDING, OURS
 from moe_parity.references.stages import STAGES
+from moe_parity.reports.records import Record
+from moe_parity.suites.faulty.commanded import commanded, told
 from moe_parity.suites.faulty.kinds import AXES, KINDS, Kind
 from moe_parity.suites.faulty.measuring import measured
 from moe_parity.suites.faulty.planting import Fault
@@ -30,6 +34,7 @@ QUICK = (
     "sum_m3_weightless", "gemm_tokens_not_8", "permute_m129_row_left", "quant_no_tokens_raises",
     "align_power_of_two", "align_past_the_end", "sum_k_above_8", "sum_duplicate_lost",
     "align_empty_expert", "permute_last_rank", "quant_scale_divided", "quant_scales_left",
+    "layer_k_above_8",
 )  # fmt: skip
 """Those that drawn cases show soonest, of every stage's neighbourhood."""
 
@@ -42,6 +47,41 @@ def test_drawn_cases_show_a_fault_and_its_cause(fault: Fault, parity_recorder: R
         parity_recorder, "fault_named", "" if found.named else text, stage=fault.stage,
         device="reference", compared=found.cases,
     )  # fmt: skip
+
+
+def test_the_command_shows_a_fault_and_its_cause():
+    """Under a seed, among the tests that a word of -k takes."""
+    (line,) = commanded([BY_NAME["sum_workspace"]], 3, ["test_sequences"], 0)
+    assert (line["suite"], line["suites"]) == ("test_sequences", ["test_sequences.py"])
+    assert (line["named"], line["causes"], line["seed"]) == (True, ["returns_workspace"], 3)
+    assert (line["red"], line["records"]) == (1, 1)
+
+
+def test_what_the_command_says_of_a_fault_is_what_its_own_red_records_say():
+    def record(check: str, verdict: Any, kernel: str, cause: str = "", **more: Any) -> Record:
+        where = f"suites/test_drawn.py::test_drawn[{kernel}]"
+        return Record(id=f"{where}:{check}", check=check, verdict=verdict, nodeid=where,
+                      suite="drawn", kernel=kernel, cause=cause, **more)  # fmt: skip
+
+    name = "sum_m3_weightless"
+    red = {"cause_kind": "mistake"}
+    records = [
+        record("exact", "fail", "another", "weights_lost", **red),
+        record("rerun", "pass", name),
+        record("mutants", "fail", name, "weights_lost"),  # a mutant, and no reason
+        record("exact", "fail", name, "unknown", **red),
+        record("test", "fail", name),
+    ]
+    found, tests = told(BY_NAME[name], records)
+    assert (found.suite, found.named, found.causes, found.cases) == (
+        "test_drawn", False, ["unknown"], 3,
+    )  # fmt: skip
+    assert tests == [f"suites/test_drawn.py::test_drawn[{name}]"]
+    also = record("finite", "fail", name, "mean", alternatives=("weights_lost",), **red)
+    found, _ = told(BY_NAME[name], [*records, also])
+    assert (found.named, found.causes) == (True, ["unknown", "mean"])
+    found, tests = told(BY_NAME[name], records[:2])
+    assert (found.suite, tests, found.cases) == ("", [], 1)
 
 
 def test_a_kernel_without_a_fault_is_accused_of_nothing():
@@ -63,6 +103,23 @@ def test_rows_alone_say_why_they_differ():
     assert "the rows alone give other bits" in red.message
     changed = dataclasses.replace(case, routing=Routing.NOBODY)
     assert not any(v.failed for v in check(kernel_of("combine", right), changed, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["permute_257_last_lost", "align_257_last_lost"])
+def test_the_last_of_257_experts_is_hit_whatever_the_seed(name: str):
+    """Among every size: few tokens hit it by chance."""
+    kernel = BY_NAME[name].kernel
+    for seed in range(3):
+        met = [case for case in swept(kernel, "cpu", 40, seed) if case.e == 257]
+        red = next(found for case in met if (found := bits(kernel, case, "cpu")).failed)
+        assert "last_expert_lost" in red.causes
+    # a kernel that takes no such routing has its sizes all the same
+    others = swept(dataclasses.replace(kernel, supports=_alone), "cpu", 40)
+    assert len([case for case in others if case.e == 257]) == len(met)
+
+
+def _alone(case: Case, device: str) -> Skip | None:
+    return Skip(Why.UNSUPPORTED, "other experts") if case.routing is Routing.LAST else None
 
 
 @pytest.mark.parametrize("stage", ["align", "permute", "combine"])

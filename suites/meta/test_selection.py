@@ -42,6 +42,19 @@ def chosen(suite: Suite, *args: str) -> set[str]:
     return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
+def test_what_needs_untouched_kernels_runs_first(suite: Suite):
+    suite.write("""
+        def test_a(): pass
+        @pytest.mark.untouched
+        @pytest.mark.parametrize("n", [2, 1])
+        def test_b(n): pass
+        def test_c(): pass
+    """)
+    done = suite.run("--collect-only", "-q")
+    names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert names == ["test_b[2]", "test_b[1]", "test_a", "test_c"]
+
+
 QUANT = "test_case[ours_act_quant-fp32-m3-h128]"
 IN_F32 = "test_case[ours_act_quant-fp32-f32-m3-h128]"
 LAYER = "test_case[ours_decode-fp32-m3-h128]"

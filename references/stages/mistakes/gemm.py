@@ -164,6 +164,11 @@ def _of_experts(gemm: Gemm) -> Iterator[Mistake]:
          routing.past_full_tiles(given.expert, tile))
         for tile in (16, 32, 64, 128)
     ]  # fmt: skip
+    pair = torch.arange(owned.numel(), device=owned.device)
+    masks += [
+        (name, words.replace("left out", "left at zero"), mask & owned)
+        for name, words, mask in routing.past_of_k(pair, given.ids.shape[1])
+    ]
     for name, words, mask in masks:
         if bool(mask.any()):
             yield Mistake(
