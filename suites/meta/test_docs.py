@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-import lzma
 import re
 import shlex
 import tomllib
@@ -17,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -26,7 +23,6 @@ from moe_parity import kernels
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands as cli
 from moe_parity.harness.cli.listing import decisions_markdown
-from moe_parity.harness.evidence import accuracy
 from moe_parity.harness.evidence.near_tolerance import SCENARIOS
 from moe_parity.kernels.ours.op_list import OPS
 from moe_parity.references.language import Case, Values, case, decisions, parse_id
@@ -35,6 +31,8 @@ from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.mistakes.layer import CARRIED
 from moe_parity.suites.faulty.kinds import AXES, REPORTED, Kind
 from moe_parity.suites.faulty.table import FAULTS
+from moe_parity.suites.meta import measured
+from moe_parity.suites.meta.measured import table
 from moe_parity.suites.mistaken import settings
 from moe_parity.suites.scale_formats import cells
 
@@ -46,24 +44,9 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 CODE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:parity|pytest) [^`]*--[^`]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-DATA = ROOT / "docs/measurements/data/h200-2026-11-29.jsonl.xz"
-CHECK = ROOT / "docs/measurements/data/check-h200-2026-11-30.jsonl.xz"
-PLANTED = ROOT / "docs/measurements/data/faults.jsonl.xz"
-ACCURACY = ROOT / "docs/measurements/data/accuracy-2026-11-30.jsonl"
-NEAR = ROOT / "docs/measurements/data/near-tolerance-2026-11-30.jsonl"
-PRODUCTION = ROOT / "docs/measurements/data/production-h200-2026-11-29.jsonl.xz"
 
 
 # --- generated parts -----------------------------------------------------------------------------
-
-
-def table(head: str, rows: list[tuple[object, ...]]) -> str:
-    """Return a Markdown table; integers get thousands separators and stand right."""
-    names = head.split("|")
-    numbers = [bool(rows) and isinstance(rows[0][n], int) for n in range(len(names))]
-    lines = [names, ["--:" if number else "---" for number in numbers]]
-    lines += [[f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def kernel_table() -> str:
@@ -135,50 +118,6 @@ def kind_table(kinds: tuple[Kind, ...]) -> str:
 
 
 @cache
-def fault_lines() -> list[dict[str, Any]]:
-    """Return what was measured of planted faults, a line for each kernel, seed and way."""
-    return [json.loads(line) for line in lzma.decompress(PLANTED.read_bytes()).splitlines()]
-
-
-def fault_measurements() -> str:
-    """Say of each planted fault what the default check of its kernel said."""
-    rows = []
-    for fault in FAULTS:
-        every = [line for line in fault_lines() if line["name"] == fault.name]
-        own = [line for line in every if "way" not in line]
-        seeds = [line for line in own if line["seed"] is not None]
-        asked = [line for line in every if "way" in line]
-        for line in own:
-            if line["seed"] is None:
-                causes = ", ".join(f"`{cause}`" for cause in line["causes"])
-                rows.append((f"`{fault.name}`", fault.stage, fault.words, line["suite"] or "none",
-                             "yes" if line["named"] else "no", causes, red_and_named(seeds),
-                             red_and_named(asked)))  # fmt: skip
-    head = "kernel|stage|what it does wrong|red in|named|causes|other seeds: red, named"
-    return table(f"{head}|the command: red, named", rows)
-
-
-def red_and_named(lines: list[dict[str, Any]]) -> str:
-    """Return under how many seeds some lines are red, and named, of how many; ci is one."""
-    seeds = {line["seed"] for line in lines}
-    red, named = (len({x["seed"] for x in lines if x[key]}) for key in ("suite", "named"))
-    return f"{red}, {named} of {len(seeds)}" if seeds else ""
-
-
-def fault_commands() -> str:
-    """Say of the faults that the whole command was run on what was red."""
-    rows = []
-    for line in fault_lines():
-        if line.get("tests") == "":
-            suites = ", ".join(f"`{suite.removesuffix('.py')}`" for suite in line["suites"])
-            causes = ", ".join(f"`{cause}`" for cause in line["causes"])
-            rows.append((f"`{line['name']}`", line["stage"], line["seed"] or "ci",
-                         line["red"], suites, "yes" if line["named"] else "no", causes,
-                         f"{line['seconds']:.0f} s, {line['together']}"))  # fmt: skip
-    head = "kernel|stage|seed|tests red|red in|named|causes"
-    return table(f"{head}|wall time, of so many kernels together", rows)
-
-
 def word_table() -> str:
     """List the words of a case id that come from enumerations."""
     rows = [
@@ -186,88 +125,6 @@ def word_table() -> str:
         for name, kind in case._ENUMS
     ]
     return table("field|words|default", rows)
-
-
-def measured() -> list[dict[str, object]]:
-    """Return the check records of the committed run."""
-    lines = lzma.decompress(DATA.read_bytes()).decode().splitlines()
-    return [r for r in map(json.loads, lines[1:-1]) if r["check"] != "test"]
-
-
-def kernel_measurements() -> str:
-    """Sum the committed run of the quantizers."""
-    return sums_of(measured())
-
-
-def production_measurements() -> str:
-    """Sum the exact checks of the production run."""
-    lines = lzma.decompress(PRODUCTION.read_bytes()).decode().splitlines()
-    names = ("exact", "virtual_gpu", "same_rows", "every_amax", "exact_layer", "write_set")
-    return sums_of([r for r in map(json.loads, lines) if r["check"] in names])
-
-
-def check_measurements() -> str:
-    """Sum every check of the last whole run by stage and kernel."""
-    lines = lzma.decompress(CHECK.read_bytes()).decode().splitlines()
-    total: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for r in map(json.loads, lines[1:-1]):
-        if r["check"] != "test" and r["verdict"] != "skip" and r.get("device") == "cuda":
-            sums = {key: r.get(key) or 0 for key in ("compared", "differing", "could_show")}
-            key = r.get("stage", ""), r.get("kernel", "").partition("-")[0]
-            total[key].update({"records": 1, **sums})
-    rows = [
-        (stage, kernel, n["records"], n["compared"], n["differing"], n["could_show"] or "")
-        for (stage, kernel), n in sorted(total.items())
-    ]
-    head = "stage|kernel|records|outputs compared|differing|could have been red"
-    return table(head, rows)
-
-
-def sums_of(records: list[dict[str, object]]) -> str:
-    """Sum records by kernel, check and recipe."""
-    total: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for r in records:
-        if r["check"] != "model" and r["verdict"] != "skip":
-            names = [str(r.get(key, "")) for key in ("kernel", "check", "recipe")]
-            sums = {key: r.get(key, 0) for key in ("compared", "differing", "could_show")}
-            total[names[0], names[1], names[2]].update({"records": 1, **sums})
-    rows = [
-        (*key, n["records"], n["compared"], n["differing"], n["could_show"] or "")
-        for key, n in sorted(total.items())
-    ]
-    head = "kernel|check|recipe|records|outputs compared|differing|could have been red"
-    return table(head, rows)
-
-
-def model_measurements() -> str:
-    """Sum the committed run by arithmetic model."""
-    total: dict[str, Counter[str]] = defaultdict(Counter)
-    for r in measured():
-        if r["check"] == "model":
-            name = str(r["kernel"]).removeprefix("model_").partition("-")[0]
-            total[name].update(records=1, compared=r["compared"], differing=r.get("differing", 0))
-    rows = [(f"`{k}`", n["records"], n["compared"], n["differing"]) for k, n in sorted(total.items())]  # fmt: skip  # noqa: E501
-    return table("model|records|outputs compared|differing", rows)
-
-
-def accuracy_measurements(against: str, norm: str) -> str:
-    """Show the committed accuracy table in one norm against one yardstick."""
-    rows: list[tuple[object, ...]] = list(accuracy.cells(accuracy.read(ACCURACY), against, norm))
-    return table("|".join(accuracy.HEAD), rows)
-
-
-def near_measurements(scenario: str) -> str:
-    """Show how close each rounding comes to the tolerance, between two sides."""
-    rows = []
-    for one in map(json.loads, NEAR.read_text().splitlines()):
-        if one["scenario"] == scenario:
-            few, changed = one["largest"], one["changed"]
-            tokens = f"{few} of {one['m']}" if few else str(one["m"])
-            name = changed if changed == "all of them" else f"`{changed}`"
-            seen = [f"{one['codes']:.2%}", f"{one['rms']:.2g}", f"{one['worst']:.2f}"]
-            share = f"{one['flip']:.0%}" if one["flip"] is not None else ""
-            rows.append((name, tokens, *seen, one["over"], one["small"], share))
-    return table("as the kernel has it|tokens|codes|rms|worst|over|small|one code", rows)
 
 
 def scale_format_table() -> str:
@@ -287,19 +144,19 @@ GENERATED: dict[str, Callable[[], str]] = {
     "mistakes": mistake_table,
     "reported_faults": lambda: kind_table(REPORTED),
     "fault_axes": lambda: kind_table(AXES),
-    "fault_measurements": fault_measurements,
-    "fault_commands": fault_commands,
-    "kernel_measurements": kernel_measurements,
-    "model_measurements": model_measurements,
-    "check_measurements": check_measurements,
-    "production_measurements": production_measurements,
-    "accuracy_bf16": lambda: accuracy_measurements("bf16", "l2"),
-    "accuracy_bf16_mean": lambda: accuracy_measurements("bf16", "mean"),
-    "accuracy_bf16_max": lambda: accuracy_measurements("bf16", "max"),
-    "accuracy_dequantized": lambda: accuracy_measurements("dequantized", "l2"),
-    "near_e8m0": lambda: near_measurements(SCENARIOS[0].name),
-    "near_bf16_silu": lambda: near_measurements(SCENARIOS[1].name),
-    "near_fp32_silu": lambda: near_measurements(SCENARIOS[2].name),
+    "fault_measurements": measured.fault_measurements,
+    "fault_commands": measured.fault_commands,
+    "kernel_measurements": measured.kernel_measurements,
+    "model_measurements": measured.model_measurements,
+    "check_measurements": measured.check_measurements,
+    "production_measurements": measured.production_measurements,
+    "accuracy_bf16": lambda: measured.accuracy_measurements("bf16", "l2"),
+    "accuracy_bf16_mean": lambda: measured.accuracy_measurements("bf16", "mean"),
+    "accuracy_bf16_max": lambda: measured.accuracy_measurements("bf16", "max"),
+    "accuracy_dequantized": lambda: measured.accuracy_measurements("dequantized", "l2"),
+    "near_e8m0": lambda: measured.near_measurements(SCENARIOS[0].name),
+    "near_bf16_silu": lambda: measured.near_measurements(SCENARIOS[1].name),
+    "near_fp32_silu": lambda: measured.near_measurements(SCENARIOS[2].name),
 }
 
 
