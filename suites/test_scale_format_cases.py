@@ -13,6 +13,7 @@ from moe_parity.harness.cases.strategies import cases
 from moe_parity.harness.checks.expect import Recorder, expect
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.fuzz.draw import Enough, draw
+from moe_parity.harness.session import environment
 from moe_parity.kernels import Call, all_kernels, find
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Arrival, Case, Hazard, ScaleFormat, Values, parse_id
@@ -103,6 +104,12 @@ SWEPT = [
     ("ours_act_quant", Case(m=2, h=256, values=Values.AIMED)),
     ("ours_swiglu_quant", Case(m=4, e=2, i=128, values=Values.AIMED)),
 ]
+
+
+def test_the_variable_of_the_default_is_known_to_the_harness():
+    """Else a session would say that it has no effect."""
+    assert not environment.misspelt({scale_format.DEFAULT: "1"})
+    assert environment.misspelt({f"{scale_format.DEFAULT}X": "1"})
 
 
 def test_the_records_of_the_suites_are_the_same_under_both_defaults(default):
