@@ -26,6 +26,7 @@ from moe_parity.suites.test_batched import (
 
 batched = pytest.importorskip("moe_parity.kernels.ours.batched", reason="needs Triton")
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
+scale_format = pytest.importorskip("moe_parity.kernels.ours.scale_format", reason="needs Triton")
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
 
 CASE = Case(m=8, e=3, k=2, h=256, i=128)
@@ -43,6 +44,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "ue8m0": {"power_of_two": True},
     "mid_ue8m0": {"mid_power_of_two": True, "limit": 1.5},
     "mid_fp32": {"power_of_two": True, "mid_power_of_two": False, "limit": 1.5, "clamp": "after"},
+    "formats": {"formats": scale_format.LayerFormats(act="ue8m0", mid="fp32")},
     "limits_and_shift": {"limit": (0.5, 9.0, 2.0), "alpha": 1.702, "beta": 1.0},
 }
 
@@ -68,6 +70,19 @@ def test_a_batched_layer_has_the_bits_of_the_routed_one(name: str, parity_device
     codes, scales = want.act_codes.view(3, 6, 256), want.act_scales.view(3, 6, 2)
     again = batched.run_batched(codes, counts, experts, x_scale=scales, **options)
     assert same(again, want.fc2, mask)
+
+
+def test_a_batched_layer_that_is_told_no_format_has_the_default(
+    monkeypatch: pytest.MonkeyPatch, parity_device: str
+):
+    experts, counts, x = small(parity_device)
+    mask = live(counts, 6)
+    said = [batched.run_batched(x, counts, experts, power_of_two=p) for p in (False, True)]
+    assert not same(*said, mask)
+    for default, want in zip(["fp32", "ue8m0"], said, strict=True):
+        value = scale_format.ScaleFormat(default)
+        monkeypatch.setattr(scale_format, "default_format", lambda value=value: value)
+        assert same(batched.run_batched(x, counts, experts), want, mask)
 
 
 def test_a_batched_layer_without_room_has_no_rows(parity_device: str):

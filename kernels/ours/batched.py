@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.ours import batched_kernels
+from moe_parity.kernels.ours import batched_kernels, scale_format
 from moe_parity.kernels.ours.activation import Activation
 from moe_parity.kernels.ours.arguments import check_experts, has_own_elements, number, word
 from moe_parity.kernels.ours.quant import GROUPS, INPUTS
+from moe_parity.kernels.ours.scale_format import LayerFormats
 from moe_parity.kernels.virtual_gpu import dispatch
 from moe_parity.references.arithmetic.formats import BLOCK, ScaleFormat, ScaleLayout
 from moe_parity.references.errors import ParityError
@@ -160,7 +161,8 @@ def run_batched(
     clamp: str = "before",
     alpha: float = 1.0,
     beta: float = 0.0,
-    power_of_two: bool = False,
+    formats: LayerFormats | None = None,
+    power_of_two: bool | None = None,
     mid_power_of_two: bool | None = None,
     out: Tensor | None = None,
     validate: bool = False,
@@ -197,18 +199,14 @@ def run_batched(
         limit=0.0 if limit is None or each is not None else float(limit), limits=each,
         alpha=number(alpha, f"{op}: alpha"), beta=number(beta, f"{op}: beta"),
     )  # fmt: skip
-    mid = power_of_two if mid_power_of_two is None else mid_power_of_two
+    held = scale_format.asked(formats, power_of_two, mid_power_of_two)
     if x_scale is None:
-        x, x_scale = batched_act_quant(x, counts, scale=_format(power_of_two))
+        x, x_scale = batched_act_quant(x, counts, scale=held.act)
     rows = batched_gemm(x, x_scale, experts.w13, experts.w13_scale, counts, bias=experts.bias13)
-    codes, scales = batched_swiglu_quant(rows, counts, how, scale=_format(mid))
+    codes, scales = batched_swiglu_quant(rows, counts, how, scale=held.mid)
     return batched_gemm(
         codes, scales, experts.w2, experts.w2_scale, counts, bias=experts.bias2, out=out
     )
-
-
-def _format(power_of_two: bool) -> ScaleFormat:
-    return ScaleFormat.UE8M0 if power_of_two else ScaleFormat.FP32
 
 
 def scale_memory(
