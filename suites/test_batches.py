@@ -122,15 +122,14 @@ def test_a_specialised_integer_is_seen(tmp_path):
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 6, 8, 9, 22])
 def test_prewarm_meets_every_class(topk: int, monkeypatch):
     """Every kernel with every compile-time constant of any batch up to 200 tokens was prewarmed."""
-    steps, quant = moe.steps, moe.quant
     seen = set()
 
     def note(kernel, grid, *args, **options):
         types = tuple(str(a.dtype) if isinstance(a, torch.Tensor) else "" for a in args)
         seen.add((kernel.fn.__name__, types, tuple(sorted(options.items()))))
 
-    monkeypatch.setattr(steps, "dispatch", note)
-    monkeypatch.setattr(quant, "dispatch", note)
+    for module in (moe.steps, moe.quant, moe.activation):
+        monkeypatch.setattr(module, "dispatch", note)
     case = Case(m=200, e=32, k=topk, h=128, i=128)
     made = layer_inputs(case, spoil=False)
     moe.prewarm(made.experts, topk=topk)
@@ -157,14 +156,14 @@ def test_prewarm_makes_the_calls_that_are_named(monkeypatch):
 
     monkeypatch.setattr(moe, "run_moe", run_moe)
     options = {"limit": 7.0, "clamp": "after", "power_of_two": True, "mid_power_of_two": False}
-    options["formats"] = None
+    options |= {"formats": None, "down": "sorted"}
     assert moe.prewarm(made.experts, topk=3, tokens=iter((5, 1)), **options) == 4
     assert [count for count, _ in calls] == [5, 5, 1, 1]
     assert [given for _, given in calls] == [{**options, "path": path} for path in moe.Path] * 2
     assert moe.prewarm(made.experts, topk=3, tokens=()) == 0
     assert moe.prewarm(made.experts, topk=3) == 2 * len(moe.token_classes(3))
     plain = {"limit": None, "clamp": "before", "formats": None}
-    plain |= {"power_of_two": None, "mid_power_of_two": None}
+    plain |= {"power_of_two": None, "mid_power_of_two": None, "down": "route_major"}
     assert calls[-1][1] == {**plain, "path": moe.Path.LARGE}
 
 
