@@ -282,7 +282,7 @@ def test_decisions_that_the_inputs_do_not_tell_are_open():
     assert "ours" in answer.names
     assert set(answer.open["quant.zero_group"]) == {"as_floored", "scale_one"}
     assert set(answer.open["quant.nan_amax"]) == {"ignore", "ignore_unless_all", "propagate"}
-    assert answer.not_asked == ("quant.power_of_two",)
+    assert answer.not_asked == ("quant.floor_order", "quant.power_of_two")
 
 
 def test_what_reaches_codes_alone_leaves_the_scales():
