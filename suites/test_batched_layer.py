@@ -77,9 +77,9 @@ def test_a_batched_layer_that_is_told_no_format_has_the_default(
 ):
     experts, counts, x = small(parity_device)
     mask = live(counts, 6)
-    said = [batched.run_batched(x, counts, experts, power_of_two=p) for p in (False, True)]
-    assert not same(*said, mask)
-    for default, want in zip(["fp32", "ue8m0"], said, strict=True):
+    fp32, powers = (batched.run_batched(x, counts, experts, power_of_two=p) for p in (False, True))
+    assert not same(fp32, powers, mask)
+    for default, want in (("fp32", fp32), ("ue8m0", powers)):
         value = scale_format.ScaleFormat(default)
         monkeypatch.setattr(scale_format, "default_format", lambda value=value: value)
         assert same(batched.run_batched(x, counts, experts), want, mask)
