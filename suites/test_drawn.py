@@ -18,7 +18,7 @@ PLAIN, TRITON = (
     [p for stage in STAGES.values() for p in each(stage) if p.values[0].triton is triton]
     for triton in (False, True)
 )
-FEW = 40
+FEW = 30
 """Cases of a Triton kernel, which a CPU runs slowly: half of a profile, but no fewer."""
 
 

@@ -89,6 +89,7 @@ FLOORS = {
     "amax_1e-4": ("amax", exact.fp32(Fraction(1, 10**4))),
     "scale_1e-10": ("scale", exact.fp32(Fraction(1, 10**10))),
     "scale_fused": ("scale", exact.fp32(Fraction(1, 448 * 512))),
+    "scale_fused_or_1e-10": ("scale", exact.fp32(Fraction(1, 448 * 512))),
     "scale_min_normal": ("scale", TWO**-126),
 }
 
@@ -126,6 +127,40 @@ def test_a_floor_and_one_unit_to_either_side(floor: quant.Floor, multiplies: boo
         assert codes == [
             exact.code_of(exact.fp32(y), negative=x < 0) for x, y in zip(group, scaled, strict=True)
         ]
+
+
+@pytest.mark.parametrize(
+    ("floor", "order", "least"),
+    [
+        (
+            quant.Floor.SCALE_FUSED,
+            quant.FloorOrder.BEFORE,
+            TWO**-17,
+        ),
+        (quant.Floor.SCALE_FUSED, quant.FloorOrder.AFTER, exact.fp32(Fraction(1, 448 * 512))),
+        (
+            quant.Floor.SCALE_FUSED_OR_1E_10,
+            quant.FloorOrder.BEFORE,
+            TWO**-33,
+        ),
+        (
+            quant.Floor.SCALE_FUSED_OR_1E_10,
+            quant.FloorOrder.AFTER,
+            exact.fp32(Fraction(1, 10**10)),
+        ),
+        (quant.Floor.SCALE_1E_10, quant.FloorOrder.BEFORE, TWO**-33),
+    ],
+)
+def test_a_floor_before_and_after_the_power_of_two(
+    floor: quant.Floor, order: quant.FloorOrder, least: Fraction
+):
+    """A group far below every floor, and one far above, whose scale is a power of two anyway.
+
+    1 / (448 * 512) lies between 2^-18 and 2^-17, and 1e-10 between 2^-34 and 2^-33.
+    """
+    recipe = QuantRecipe(floor=floor, floor_order=order)
+    groups = torch.stack([tensor([TWO**-100, TWO**-110]), tensor([Fraction(448 * 3), TWO**-3])])
+    assert numbers(quantize(groups, recipe, power_of_two=True)[1]) == [least, Fraction(4)]
 
 
 def test_what_fast_math_flushes():
@@ -194,24 +229,26 @@ LIMIT = Fraction(333, 10)
 
 def activation(g: Fraction, u: Fraction | None, how: SwigluRecipe, beta: int) -> Fraction:
     """Return SwiGLU of a gate past 20 under LIMIT, ``u`` None for NaN, in the options' words."""
-    top = exact.fp32(LIMIT)
+    top, limited = exact.fp32(LIMIT), False
     if how.clamp_order is not gated.ClampOrder.IGNORED:
         if u is None:
             u = top if how.clamp_nan is gated.ClampNan.HIGH else -top
         u, before = max(min(u, top), -top), how.clamp_order is gated.ClampOrder.BEFORE
         g = min(g, top)
-        if before and how.clamp_rounding is not gated.ClampRounding.NONE:
+        if before and how.clamp_rounding in (gated.ClampRounding.GATE, gated.ClampRounding.BOTH):
             g = exact.bf16(g)
-        if how.clamp_rounding is gated.ClampRounding.BOTH:
+        if how.clamp_rounding in (gated.ClampRounding.BOTH, gated.ClampRounding.PRODUCT):
             u = exact.bf16(u)
+        limited = how.clamp_rounding is gated.ClampRounding.PRODUCT
     assert u is not None
     u = exact.fp32(u + beta)
     if how.shift is gated.Shift.ALWAYS_BF16:
         u = exact.bf16(u)
-    if how.product_rounding is gated.ProductRounding.TWICE:
+    if limited or how.product_rounding is gated.ProductRounding.TWICE:
         g = exact.bf16(g)
     product = exact.fp32(g * u)
-    return product if how.product_rounding is gated.ProductRounding.NONE else exact.bf16(product)
+    plain = how.product_rounding is gated.ProductRounding.NONE and not limited
+    return product if plain else exact.bf16(product)
 
 
 def recipes() -> Iterator[SwigluRecipe]:

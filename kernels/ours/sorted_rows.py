@@ -135,7 +135,7 @@ def in_pair_order(
     # Blocks that are not used hold anything, as all do where launches are recorded and not run:
     # what is no pair goes to one row more.
     slots = slots.where(live, pairs).flatten().long()
-    by_row = scales.transpose(1, 2).reshape(slots.numel(), -1)
+    by_row = scales.transpose(1, 2).reshape(slots.numel(), scales.shape[1])
     kept = codes.new_zeros((pairs + 1, codes.shape[1]))
     kept_scales = scales.new_zeros((pairs + 1, by_row.shape[1]))
     return (

@@ -148,7 +148,7 @@ def test_both_orders_of_scales_are_told():
 
 # --- two decisions at once ----------------------------------------------------------------------
 
-PAIRS = 20
+PAIRS = 12
 
 
 @lru_cache(maxsize=16)
@@ -159,7 +159,7 @@ def probes(stage: Stage) -> list[Probe]:
 
 
 def both(stage: Stage) -> list[tuple[str, Recipe]]:
-    """Return two decisions changed at once, of every recipe: 20 at random, or all."""
+    """Return two decisions changed at once, of every recipe: 12 at random, or all."""
     found = []
     for recipe in {id(r): r for r in ALL.values() if stage.described_by(r)}.values():
         for one, changed in stage.neighbours(recipe):
@@ -184,7 +184,7 @@ def agree(one: Recipe, other: Recipe, stage: Stage) -> bool:
     "name", ["act_quant", "weight_quant", "fc1", "swiglu", "swiglu_quant", "fc2", "combine"]
 )
 def test_two_decisions_changed_at_once_are_found(name: str, parity_recorder: Recorder):
-    """The answer holds the very recipe, for 20 random pairs, or for all where there are fewer."""
+    """The answer holds the very recipe, for 12 random pairs, or for all where there are fewer."""
     stage = STAGES[name]
     lacking = []
     pairs = both(stage)
