@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,16 +129,18 @@ def test_fusion_under_compile_gives_the_bits_of_eager_mode(scale: str, layout: s
     assert len(tape.launches) == 1
 
 
-def test_fusion_runs_in_inductor(rows: Tensor):
-    """As its pass after the gradients; an op alone needs no compiler on a CPU."""
+def test_fusion_runs_in_inductor(rows: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As its pass after the gradients; an op alone needs no compiler on a CPU.
+
+    A graph that an earlier run left in Inductor's cache is fused already: here the cache is empty.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     f, made = model(128, "ue8m0", "col"), fusion.SwigluQuantFusion()
     torch._dynamo.reset()
     with warnings.catch_warnings():
         # torch's own: Inductor imports a module that uses torch.jit.script_method
         warnings.filterwarnings("ignore", message=".*script_method.*", category=DeprecationWarning)
-        # A graph that an earlier run left in Inductor's cache is fused already.
-        fresh = {"post_grad_custom_post_pass": made, "force_disable_caches": True}
-        run = torch.compile(f, options=fresh)
+        run = torch.compile(f, options={"post_grad_custom_post_pass": made})
         got = run(rows)
     assert made.fused == 1
     assert not differing(got, f(rows))
