@@ -190,6 +190,8 @@ def test_the_steps_of_our_layer_refuse_rows_that_are_not_contiguous():
     aligned, one = steps.align(ids, 0, 1, 16), torch.ones(4, 1)
     with pytest.raises(ParityError, match=r"^grouped_gemm: rows of a .*, strides \(1, 4\)\.$"):
         steps.grouped_gemm(codes, one, w, one[None, :1], aligned, 4, 1)
+    with pytest.raises(ParityError, match=r"^grouped_gemm: out must be contiguous.*\(1, 4\)\.$"):
+        steps.grouped_gemm(w[0, :4], one, w, one[None, :1], aligned, 4, 1, out=columns[:, :128])
     with pytest.raises(
         ParityError, match=r"^swiglu_quant: vectors need whole .*, strides \(1, 4\)"
     ):

@@ -88,7 +88,7 @@ class Own:
         return bool(torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata) <= 2)
 
 
-class OwnMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OwnMemory(TorchDispatchMode):
     """While it is active, what the running kernel takes is poisoned, guarded and kept.
 
     ``poison`` is one of ``POISONS``, or 0 for memory of zeros.
@@ -96,7 +96,7 @@ class OwnMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, poison: int) -> None:
         """Take the poison of a call."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.poison = poison
         self.kept: dict[int, Own] = {}
         """By the address of the storage."""
@@ -135,7 +135,7 @@ class OwnMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation of the kernel's own with the mode active inside."""
         tensors = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
         every = torch._C._dispatch_keyset_full()
-        keys = key_extractor(tensors, every) - ABOVE  # type: ignore[no-untyped-call]
+        keys = key_extractor(tensors, every) - ABOVE
         if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), SELECT):
             keys = keys - torch._C.DispatchKeySet(SELECT)
         if not tensors:

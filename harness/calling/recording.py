@@ -85,14 +85,14 @@ class Gone:
     @property
     def lost(self) -> bool:
         """Whether nobody else holds the memory."""
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+        return bool(self.storage.expired())
 
     @staticmethod
     def of(tensor: Tensor) -> Gone:
         """Return the tensor without a hold on its memory."""
         offset = int(tensor.storage_offset())
         where = (tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
-        weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        weak = StorageWeakRef(tensor.untyped_storage())
         return Gone(storage=weak, address=address_of(tensor), like=where)
 
     def over(self, memory: Tensor) -> Tensor:
@@ -272,11 +272,11 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Ops(TorchDispatchMode):
     """Records ops."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.recorder = recorder
 
     def __torch_dispatch__(

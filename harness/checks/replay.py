@@ -234,7 +234,7 @@ def churn(device: str) -> None:
     """Take memory, fill it with NaN and free it; on a GPU another stream does so as well."""
     sizes = (1 << 10, 1 << 14, 1 << 18, 1 << 12)
     if device == "cuda":
-        other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        other = torch.cuda.Stream()
         with torch.cuda.stream(other):
             made = [torch.full((n,), float("nan"), device=device) for n in (*sizes, 1 << 24)]
             made.append(made[-1] * 2)

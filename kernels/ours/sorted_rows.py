@@ -109,6 +109,8 @@ def sorted_gemm(
         demand_contiguous(bias, "sorted_gemm's bias")
     if out is None:
         out = torch.empty((pairs, n), dtype=torch.bfloat16, device=w.device)
+    elif not out.is_contiguous():
+        raise ParityError(f"sorted_gemm: out must be contiguous, strides {out.stride()}.")
     tile = 64 if aligned.block <= 32 else 128
     if aligned.block_expert.numel() == 0:
         return out

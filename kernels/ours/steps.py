@@ -110,6 +110,8 @@ def grouped_gemm(
         demand_contiguous(bias, "grouped_gemm's bias")
     if out is None:
         out = torch.empty((pairs, n), dtype=torch.bfloat16, device=a.device)
+    elif not out.is_contiguous():
+        raise ParityError(f"grouped_gemm: out must be contiguous, strides {out.stride()}.")
     tile = 64 if aligned.block <= 32 else 128
     if aligned.block_expert.numel() == 0:
         return out

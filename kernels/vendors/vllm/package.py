@@ -106,7 +106,7 @@ def no_library(name: str = LIBRARIES[0]) -> Skip | None:
     if not torch.cuda.is_available():
         return Skip(Why.NEEDS_GPU, "vLLM's CUDA ops need a GPU.")
     try:
-        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
         text = (str(error).splitlines() or [""])[0]
         return Skip(Why.ABSENT, f"vLLM's library does not load: {text}")
