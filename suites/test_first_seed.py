@@ -115,6 +115,16 @@ def asked_of(device: str) -> Iterator[tuple[tuple[ScaleFormat, ScaleFormat], Any
         yield from itertools.product(FORMATS, CLAMPS)
 
 
+def mids_of(device: str) -> Iterator[tuple[ScaleFormat, Any, bool]]:
+    """Yield formats of the second quantization, limits, vectors or scalars, likewise."""
+    mids, ways = (ScaleFormat.FP32, ScaleFormat.UE8M0), (True, False)
+    if device == "cpu":
+        pairs = itertools.product(mids, ways)
+        yield from ((mid, CLAMPS[n % 3], way) for n, (mid, way) in enumerate(pairs))
+    else:
+        yield from itertools.product(mids, CLAMPS, ways)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_sorted_and_unfused_and_every_way_have_the_bits_of_the_reference(
     way: str, parity_device: str, parity_recorder: Recorder
@@ -148,18 +158,26 @@ def test_a_gemm_reads_the_swiglu_scales_of_any_layout(
         made = layer_inputs(case, parity_device, spoil=False)
         ids, experts = made.batch.ids, made.experts
         aligned = steps.align(ids, experts.first, experts.count, 16)
-        for mid, vector in itertools.product((ScaleFormat.FP32, ScaleFormat.UE8M0), (True, False)):
-            given = dataclasses.replace(made, asked=dataclasses.replace(made.asked, mid=mid))
-            want = answer(given, "before")
+        for mid, (limit, clamp), vector in mids_of(parity_device):
+            given = dataclasses.replace(
+                made, asked=dataclasses.replace(made.asked, mid=mid, limit=limit)
+            )
+            want = answer(given, clamp)
+            how = activation.Activation(
+                clamp="none" if limit is None else clamp, limit=0.0 if limit is None else limit
+            )
             codes, scales = activation.swiglu_quant(
-                want.fc1, ids, experts.first, experts.count, activation.Activation(), scale=mid,
-                layout=layout, vector=vector,
+                want.fc1, ids, experts.first, experts.count, how, scale=mid, layout=layout,
+                vector=vector,
             )  # fmt: skip
             fc2 = steps.grouped_gemm(
                 codes, scales, experts.w2, experts.w2_scale, aligned, ids.numel(), 1
             )
             found = {"mid_codes": codes, "mid_scales": scales, "fc2": fc2}
-            where = f"{case.id}, {mid} in {layout}, {'vectors' if vector else 'scalars'}"
+            where = (
+                f"{case.id}, {mid} in {layout}, limit {limit} {clamp}, "
+                f"{'vectors' if vector else 'scalars'}"
+            )
             told(parity_recorder, "layouts", *wrong(found, want, given.expert >= 0), where,
                  parity_device)  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,11 +136,8 @@ def test_fusion_runs_in_inductor(rows: Tensor, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     f, made = model(128, "ue8m0", "col"), fusion.SwigluQuantFusion()
     torch._dynamo.reset()
-    with warnings.catch_warnings():
-        # torch's own: Inductor imports a module that uses torch.jit.script_method
-        warnings.filterwarnings("ignore", message=".*script_method.*", category=DeprecationWarning)
-        run = torch.compile(f, options={"post_grad_custom_post_pass": made})
-        got = run(rows)
+    run = torch.compile(f, options={"post_grad_custom_post_pass": made})
+    got = run(rows)
     assert made.fused == 1
     assert not differing(got, f(rows))
 

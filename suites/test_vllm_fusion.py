@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -61,11 +60,8 @@ def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         skip_test(Skip(Why.ABSENT, f"vLLM's {FILE} is not here; unpack a whole wheel."))
     if hasattr(torch.ops._C, "silu_and_mul"):
         skip_test(Skip(Why.ABSENT, "vLLM's library is loaded: its ops are declared already."))
-    with warnings.catch_warnings():
-        # torch's own: Inductor imports a module that uses torch.jit.script_method
-        warnings.filterwarnings("ignore", message=".*script_method.*", category=DeprecationWarning)
-        matcher = importlib.import_module("torch._inductor.pattern_matcher")
-        importlib.import_module("torch._inductor.fx_passes.post_grad")
+    matcher = importlib.import_module("torch._inductor.pattern_matcher")
+    importlib.import_module("torch._inductor.fx_passes.post_grad")
 
     class Silu:
         def inputs(self) -> list[Tensor]:
