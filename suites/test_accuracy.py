@@ -277,7 +277,7 @@ def test_the_committed_distances_are_of_the_shape_in_the_catalogue():
     lines = [json.loads(line) for line in NEAR.read_text().splitlines()]
     assert {(one["h"], one["i"]) for one in lines} == {(shape.h, shape.i)} == {(7168, 4608)}
     over = {(one["scenario"], one["changed"]): one["over"] for one in lines}
-    e8m0, bf16, fp32 = (scenario.name for scenario in near_tolerance.SCENARIOS)
+    e8m0, bf16, fp32 = (scenario.name for scenario in near_tolerance.SCENARIOS[:3])
     assert {one["scenario"] for one in lines} == {e8m0, bf16, fp32}
     failing = {key for key, count in over.items() if count}
     assert failing == {

@@ -98,12 +98,19 @@ def wrong(found: dict[str, Tensor], want: Trace, live: Tensor) -> tuple[dict[str
 
 
 def told(
-    recorder: Recorder, name: str, differing: dict[str, int], compared: int, where: str, device: str
+    recorder: Recorder,
+    name: str,
+    differing: dict[str, int],
+    compared: int,
+    case: Case,
+    how: str,
+    device: str,
 ) -> None:
-    fault = f"{name}: {differing} outputs differ on {where}." if differing else ""
+    """One record for each number of tokens, of all that was asked there."""
+    fault = f"{name}: {differing} outputs differ on {case.id}, {how}." if differing else ""
     claim(
-        recorder, f"first_seed_{name}", fault, kernel="run_moe", stage="layer", shape=where,
-        device=device, compared=compared, differing=sum(differing.values()),
+        recorder, f"first_seed_{name}_m{case.m}", fault, kernel="run_moe", stage="layer",
+        shape=case.id, device=device, compared=compared, differing=sum(differing.values()),
     )  # fmt: skip
 
 
@@ -135,8 +142,8 @@ def test_sorted_and_unfused_and_every_way_have_the_bits_of_the_reference(
             asked = dataclasses.replace(made.asked, scale=act, mid=mid, limit=limit)
             given = dataclasses.replace(made, asked=asked)
             found = wrong(stages(given, way, clamp), answer(given, clamp), given.expert >= 0)
-            where = f"{case.id}, {act} and {mid}, limit {limit} {clamp}"
-            told(parity_recorder, way, *found, where, parity_device)
+            how = f"{act} and {mid}, limit {limit} {clamp}"
+            told(parity_recorder, way, *found, case, how, parity_device)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "decode"])
@@ -146,7 +153,7 @@ def test_sorted_and_unfused_and_every_way_at_large_sizes(
     for case in largest(parity_device):
         made = layer_inputs(case, parity_device, spoil=False)
         found = wrong(stages(made, way, "before"), answer(made, "before"), made.expert >= 0)
-        told(parity_recorder, way, *found, case.id, parity_device)
+        told(parity_recorder, way, *found, case, "default options", parity_device)
 
 
 @pytest.mark.parametrize("layout", ScaleLayout)
@@ -174,12 +181,11 @@ def test_a_gemm_reads_the_swiglu_scales_of_any_layout(
                 codes, scales, experts.w2, experts.w2_scale, aligned, ids.numel(), 1
             )
             found = {"mid_codes": codes, "mid_scales": scales, "fc2": fc2}
-            where = (
-                f"{case.id}, {mid} in {layout}, limit {limit} {clamp}, "
-                f"{'vectors' if vector else 'scalars'}"
-            )
-            told(parity_recorder, "layouts", *wrong(found, want, given.expert >= 0), where,
-                 parity_device)  # fmt: skip
+            told(
+                parity_recorder, f"layout_{layout}", *wrong(found, want, given.expert >= 0), case,
+                f"{mid}, limit {limit} {clamp}, {'vectors' if vector else 'scalars'}",
+                parity_device,
+            )  # fmt: skip
 
 
 def test_batched_experts_have_the_bits_of_the_layer(
@@ -208,6 +214,7 @@ def test_batched_experts_have_the_bits_of_the_layer(
             want = answer(given, clamp).fc2[order]
             got = out[expert[order], place[order]]
             differing = int((comparable(got) != comparable(want)).sum())
-            where = f"{case.id}, {act} and {mid}, limit {limit} {clamp}"
-            told(parity_recorder, "batched", {"fc2": differing} if differing else {},
-                 want.numel(), where, parity_device)  # fmt: skip
+            told(
+                parity_recorder, "batched", {"fc2": differing} if differing else {}, want.numel(),
+                case, f"{act} and {mid}, limit {limit} {clamp}", parity_device,
+            )  # fmt: skip

@@ -96,6 +96,8 @@ _SILU_BF16 = SwigluRecipe(silu=Silu.DIV, product_rounding=ProductRounding.TWICE)
 _SILU_FP32 = SwigluRecipe(silu=Silu.DIV, product_rounding=ProductRounding.NONE)
 BF16_SILU = How(act=_NATIVE, fc1=_FP32, swiglu=_SILU_BF16, mid=_NATIVE, fc2=_FP32, weights=None)
 """``torch_w8a8_block_fp8_moe``."""
+_OP = VLLM_FUSED_SILU.of("act_quant", QuantRecipe)
+"""vLLM's own quantizer, with which the test's reference quantizes since PR 48847."""
 FP32_SILU = replace(BF16_SILU, swiglu=_SILU_FP32)
 """The same with SiLU and its product in fp32, as seed 000 applies it on CUDA too."""
 
@@ -122,6 +124,14 @@ SCENARIOS = (
     Scenario(
         name="E8M0 off, fused against fp32 SiLU", kernel=VLLM_FUSED_SILU, scale=ScaleFormat.FP32,
         reference=FP32_SILU,
+    ),
+    Scenario(
+        name="E8M0 off, fused against BF16 SiLU and the op's quantizer", kernel=VLLM_FUSED_SILU,
+        scale=ScaleFormat.FP32, reference=replace(BF16_SILU, act=_OP, mid=_OP),
+    ),
+    Scenario(
+        name="E8M0 off, fused against fp32 SiLU and the op's quantizer", kernel=VLLM_FUSED_SILU,
+        scale=ScaleFormat.FP32, reference=replace(FP32_SILU, act=_OP, mid=_OP),
     ),
 )  # fmt: skip
 
@@ -351,13 +361,15 @@ def main(args: Sequence[str] | None = None) -> int:
     for name, value in dataclasses.asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
     parser.add_argument("--all", action="store_true", help="only the kernel, no single changes")
+    parser.add_argument("--scenario", default="", metavar="WORDS", help="those whose name has it")
     parser.add_argument("--own", action="store_true", help="inputs from torch's generator")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("-o", dest="out", type=Path, metavar="FILE", help="append JSON lines here")
     asked = vars(parser.parse_args(args))
     out, split, device = asked.pop("out"), not asked.pop("all"), asked.pop("device")
-    own = asked.pop("own")
-    for found in near(Sizes(**asked), split=split, device=device, own=own):
+    own, words = asked.pop("own"), asked.pop("scenario")
+    chosen = [scenario for scenario in SCENARIOS if words in scenario.name]
+    for found in near(Sizes(**asked), chosen, split=split, device=device, own=own):
         values = {
             k: float(f"{v:.4g}") if isinstance(v, float) else v
             for k, v in dataclasses.asdict(found).items()
