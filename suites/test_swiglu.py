@@ -38,8 +38,8 @@ def cases() -> Iterator[Case]:
         case = dataclasses.replace(BASE, clamp=clamp, gate=gate, scale=scale)
         yield dataclasses.replace(case, m=whole_pool(case))
         yield dataclasses.replace(case, m=32, values=Values.SPECIAL)
-    for scale, m in itertools.product(ScaleFormat, (1, 37, 130)):
-        yield dataclasses.replace(BASE, m=m, scale=scale, i=640)
+    for scale, (m, i) in itertools.product(ScaleFormat, ((1, 640), (37, 640), (130, 128))):
+        yield dataclasses.replace(BASE, m=m, scale=scale, i=i)
     for clamp, gate in ((None, Gate.SILU), (LOW_LIMIT, Gate.SILU), (LOW_LIMIT, Gate.SWIGLUOAI)):
         second = dataclasses.replace(BASE, clamp=clamp, gate=gate, pool=2)
         yield dataclasses.replace(second, m=whole_pool(second))

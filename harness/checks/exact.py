@@ -6,6 +6,8 @@ And the other way round: how many outputs of these very inputs would have told a
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,9 @@ from moe_parity.references.language.stage import Kind, Outputs
 
 NO_ROUNDING = "no_rounding"
 """The recipe of integers and copies, of which a sentence says nothing."""
+POWERS = 256
+"""Measurements that are kept."""
+_POWERS: dict[tuple[object, ...], Power | None] = {}
 MEASURE_BELOW = 1 << 23
 """Outputs up to which the power of the inputs is measured against every mutant."""
 
@@ -89,8 +94,41 @@ def _sentence(judged: Judged, recipe: Recipe, found: list[Difference], why: Caus
     return f"{start}{colon}{seen}{by}; {', '.join(d.words for d in found)}."
 
 
+class Power(NamedTuple):
+    """What inputs can tell of a recipe's mutants."""
+
+    could_show: int
+    nearest: str
+    distance: int | None
+
+
 def _with_power(verdict: Verdict, judged: Judged, recipe: Recipe, want: Outputs) -> Verdict:
-    """Measure the power of the inputs: run every mutant and collect where it differs."""
+    """Say what the inputs could have shown; kernels that share them share the measurement."""
+    key = _seen(judged, recipe)
+    if key not in _POWERS:
+        if len(_POWERS) >= POWERS:
+            _POWERS.clear()
+        _POWERS[key] = _power(judged, recipe, want)
+    power = _POWERS[key]
+    # Copies and integers have no mutants: every one of them could have been red.
+    could = verdict.compared if power is None else power.could_show
+    return dataclasses.replace(
+        verdict, could_show=could, nearest_mutant=power.nearest if power else "",
+        mutant_distance=power.distance if power else None,
+    )  # fmt: skip
+
+
+def _seen(judged: Judged, recipe: Recipe) -> tuple[object, ...]:
+    """Return what a measurement depends on: the case, the recipe, the outputs, every input."""
+    total = hashlib.sha256()
+    for tensor in judged.stage.handed(judged.inputs):
+        total.update(str((tensor.dtype, tensor.shape)).encode())
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return judged.stage.name, judged.case, recipe, tuple(judged.got), total.digest()
+
+
+def _power(judged: Judged, recipe: Recipe, want: Outputs) -> Power | None:
+    """Run every mutant and collect where it differs; None where a recipe has none."""
     shown = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in want.items()}
     told: dict[str, int] = {}
     mutants = 0
@@ -105,10 +143,4 @@ def _with_power(verdict: Verdict, judged: Judged, recipe: Recipe, want: Outputs)
             told[label] = count
     nearest = min(told, key=lambda name: told[name]) if told else ""
     could = sum(int(bad.sum()) for bad in shown.values())
-    return dataclasses.replace(
-        verdict,
-        # Copies and integers have no mutants: every one of them could have been red.
-        could_show=could if mutants else verdict.compared,
-        nearest_mutant=nearest,
-        mutant_distance=told.get(nearest),
-    )
+    return Power(could, nearest, told.get(nearest)) if mutants else None

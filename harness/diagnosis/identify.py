@@ -31,6 +31,8 @@ ALIKE = 64
 """Recipes with the same bits that are listed where not all can be."""
 KNOWN = 2048
 """Recipes whose outputs a probe keeps."""
+HANDED = 1 << 24
+"""Elements that a probe keeps of what first steps hand on."""
 Field = tuple[str, str, Decision]
 """Part, attribute and decision."""
 Bits = dict[str, Tensor]
@@ -47,16 +49,39 @@ class Probe:
     parts: dict[bytes, tuple[Probe, dict[str, Tensor]]] = field(default_factory=dict)
     muted: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     """Rows on which the first of two steps does not matter, by the decisions it has."""
+    handed: dict[tuple[object, ...], Tensor | None] = field(default_factory=dict)
+    """What the first of two steps hands on, by the parts of a recipe that act in it."""
 
     def bits(self, recipe: Recipe) -> Bits:
         """Return a recipe's outputs as comparable integers, zeros in rows of nobody."""
         key = tuple(recipe.parts.get(name) for name in self.stage.acting)
         if key not in self.known:
-            made = self.stage.reference(self.case, self.inputs, recipe)
+            made = self._reference(recipe)
             if len(self.known) >= KNOWN:
                 self.known.clear()
             self.known[key] = self.as_bits(made)
         return self.known[key]
+
+    def _reference(self, recipe: Recipe) -> dict[str, Tensor]:
+        """Return a recipe's outputs; recipes whose first steps agree have them computed once."""
+        handed = self.handed_on(recipe)
+        if handed is None:
+            return self.stage.reference(self.case, self.inputs, recipe)
+        return self.stage.finished(self.case, self.inputs, recipe, handed)
+
+    def handed_on(self, recipe: Recipe) -> Tensor | None:
+        """Return what the first of two steps hands on; None where the stage has one."""
+        first = list(self.stage.acting)[1:]
+        if not first:
+            return None
+        key = tuple(recipe.parts.get(name) for name in first)
+        if key not in self.handed:
+            made = self.stage.handed_on(self.case, self.inputs, recipe)
+            kept = 0 if made is None else made.numel() * (len(self.handed) + 1)
+            if kept > HANDED:
+                self.handed.clear()
+            self.handed[key] = made
+        return self.handed[key]
 
     def as_bits(self, made: Outputs) -> Bits:
         """Return outputs as comparable integers, zeros in rows of nobody."""
@@ -155,13 +180,8 @@ def explaining(seen: Sequence[Seen]) -> list[Recipe]:
 
 def _narrowed(seen: Seen, alive: list[Recipe], fields: list[Field]) -> list[Recipe]:
     """Return what is left of some recipes, times the options of some decisions."""
-    stage = seen.probe.stage
     parts = list(dict.fromkeys(part for part, _, _ in fields))
-    if (
-        len(alive) == 1
-        and len(parts) > 1
-        and stage.handed_on(seen.probe.case, seen.probe.inputs, alive[0]) is not None
-    ):
+    if len(alive) == 1 and len(parts) > 1 and seen.probe.handed_on(alive[0]) is not None:
         return _in_two(seen, alive[0], fields)
     for names, own in _phases(seen, fields):
         alive = seen.matching(_product(alive, own), names)
@@ -204,7 +224,7 @@ def _muted(probe: Probe, recipes: Sequence[Recipe]) -> Tensor:
     same: Tensor | None = None
     first: Tensor | None = None
     for recipe in recipes:
-        handed = probe.stage.handed_on(probe.case, probe.inputs, recipe)
+        handed = probe.handed_on(recipe)
         assert handed is not None
         bits = comparable(handed)
         first = bits if first is None else first

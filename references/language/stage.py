@@ -250,6 +250,15 @@ class Stage(ABC, Generic[InputsT]):
         """
         return None
 
+    def finished(
+        self, case: Case, inputs: InputsT, recipe: Recipe, handed: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the reference's outputs of the second of two steps, of what the first handed on.
+
+        A stage of one step has none: it raises NotImplementedError.
+        """
+        raise NotImplementedError(f"{self.name} has one step.")
+
     # --- recipes and mistakes --------------------------------------------------------------------
 
     def described_by(self, recipe: Recipe) -> bool:

@@ -208,9 +208,14 @@ class SwigluQuant(Swiglu):
 
     def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return codes and scales."""
+        return self.finished(case, inputs, recipe, activated(inputs, recipe))
+
+    def finished(
+        self, case: Case, inputs: GateUpRows, recipe: Recipe, handed: Tensor
+    ) -> dict[str, Tensor]:
+        """Return codes and scales of products."""
         part = recipe.of(self.name, QuantRecipe)
-        y = activated(inputs, recipe)
-        out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
+        out = act_quant(handed, part, group=case.group, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
 
     def mistakes(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Iterator[Mistake]:
