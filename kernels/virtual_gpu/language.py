@@ -22,7 +22,14 @@ from triton.language.extra import cuda, libdevice
 from triton.runtime.jit import JITFunction
 
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
-from moe_parity.kernels.virtual_gpu.meaning import BUILTINS, LANGUAGE, SEMANTIC, TENSOR, Helpers
+from moe_parity.kernels.virtual_gpu.meaning import (
+    BUILTINS,
+    LANGUAGE,
+    SEMANTIC,
+    TENSOR,
+    Helpers,
+    of_elements,
+)
 from moe_parity.kernels.virtual_gpu.rewrite import HELPERS, rewritten
 
 Replacement = tuple[Any, str, Any]
@@ -142,6 +149,7 @@ def _replacements() -> list[Replacement]:
             found.append((tl.tensor, name, _method(member)))
     found += [(tl.tensor, name, value) for name, value in TENSOR.items()]
     found += [(target, n, value) for target in (tl, tl.core) for n, value in LANGUAGE.items()]
+    found.append((tl.block_type, "with_element_ty", of_elements))
     types = (tl.dtype, tl.block_type, tl.pointer_type)
     found += [(ty, "to_ir", lambda self, _: self) for ty in types]
     return [*found, (JITFunction, "__call__", _call)]

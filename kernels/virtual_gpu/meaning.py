@@ -18,7 +18,57 @@ from moe_parity.kernels.virtual_gpu import reduce
 from moe_parity.kernels.virtual_gpu.builder import unmodelled
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 
-SEMANTIC = TritonSemantic(None)
+_ALIKE = frozenset(ty.name for ty in (tl.float32, tl.int32, tl.int64, tl.int1))
+"""Names of types of which two equal ones need no cast, whatever the operator."""
+
+
+class _Semantic(TritonSemantic):  # type: ignore[misc]
+    """Triton's rules, asked for each operation of each program: equal operands skip them."""
+
+    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *how: Any, **named: Any) -> Any:
+        """Return two operands with one type and shape, as Triton would."""
+        tensors = type(lhs) is tl.tensor and type(rhs) is tl.tensor
+        if tensors and lhs.dtype.name in _ALIKE and (lhs.type is rhs.type or lhs.type == rhs.type):
+            return lhs, rhs
+        return super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        """Return two operands of one shape, as Triton would."""
+        left, right = lhs.type, rhs.type
+        if left is right or (left.is_block() and right.is_block() and left.shape is right.shape):
+            return lhs, rhs
+        return super().broadcast_impl_value(lhs, rhs)
+
+
+_PLAIN, _WITH = tl.tensor.__init__, tl.block_type.with_element_ty
+
+
+def _made(tensor: Any, handle: Any, ty: Any) -> None:
+    """Stand in for ``tl.tensor.__init__``: tensors of one type share what says their shape."""
+    known = vars(ty).get("sizes_of_tensors")
+    if known is None:
+        _PLAIN(tensor, handle, ty)
+        ty.sizes_of_tensors = tensor.numel, tensor.shape
+    else:
+        tensor.handle, tensor.type, tensor.dtype = handle, ty, ty.scalar
+        tensor.numel, tensor.shape = known
+
+
+def of_elements(block: Any, scalar: Any) -> Any:
+    """Stand in for ``tl.block_type.with_element_ty``: the same type at every call."""
+    if scalar is block.element_ty:
+        return block
+    known = vars(block).setdefault("types_of_this_shape", {})
+    if scalar.is_ptr() or scalar.name not in known:
+        made = _WITH(block, scalar)
+        if scalar.is_ptr():
+            return made
+        known[scalar.name] = made
+        made.types_of_this_shape, made.shape = known, block.shape
+    return known[scalar.name]
+
+
+SEMANTIC = _Semantic(None)
 """Type rules and broadcasting are Triton's own; its builder is that of the launch."""
 
 
@@ -171,6 +221,7 @@ LANGUAGE = {
 """Names of ``triton.language`` that the compiler treats on its own."""
 
 TENSOR = {
+    "__init__": _made,
     "__index__": _element,
     "__bool__": _is_set,
     "__repr__": lambda tensor: f"{tensor.type}{tensor.handle.data}",
