@@ -146,7 +146,7 @@ REFUSED = [
     ({"path": "decode", "own_out": True}, "cannot be forced: the caller gives the output"),
     ({"path": "decode", "quantized": True}, "cannot be forced: the input is already quantized"),
     ({"path": "decode", "limit": torch.ones(4)}, "cannot be forced: the clamp is a tensor"),
-    ({"path": "fast"}, "run_moe: path must be one of 'decode', 'large', got 'fast'"),
+    ({"path": "fast"}, "run_moe: path must be one of 'decode', 'large', 'prefix_sum', got 'fast'"),
 ]
 
 
@@ -263,8 +263,9 @@ def test_expert_parallelism_with_an_offset():
 
 
 def test_docs_table_is_generated():
-    """docs/dispatch.md holds the table that the code makes."""
+    """docs/dispatch.md holds the tables that the code makes."""
     page = FilePath(__file__).resolve().parent.parent / "docs" / "dispatch.md"
     if not page.exists():
         pytest.skip("the docs are not installed with the package")
     assert dispatch.table() in page.read_text()
+    assert dispatch.prefix_table() in page.read_text()

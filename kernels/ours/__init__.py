@@ -2,6 +2,7 @@
 
 REGISTERED = (
     "stages.quant", "stages.align", "stages.gemm", "stages.linear", "stages.activation",
-    "stages.combine", "stages.batched", "stages.sorted_rows", "layers",
+    "stages.combine", "stages.batched", "stages.sorted_rows",
+    "stages.prefix_sum", "layers",
 )  # fmt: skip
 """The modules that register kernels."""

@@ -16,6 +16,30 @@ import triton.language as tl
 from moe_parity.kernels.ours.align_kernels import local_expert
 
 
+@triton.jit
+def product(
+    w_tile, w_scales, w_scale_column, inside, a_tile, a_scales, a_scale_column, live,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return BLOCK_N rows of a weight times BLOCK rows of codes, fp32, before a bias.
+
+    The tiles point at the first 128 columns, the scales at the first of their rows; what is not
+    ``inside`` or ``live`` is not read.
+    """
+    scales_k: tl.constexpr = K // 128
+    acc = tl.zeros((BLOCK_N, BLOCK), tl.float32)
+    for block in range(scales_k):
+        w = tl.load(w_tile, mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
+        a = tl.load(a_tile, mask=live[None, :], other=0).to(tl.float8e4nv, bitcast=True)
+        partial = tl.dot(w, a)
+        s_a = tl.load(a_scales + block * a_scale_column, mask=live, other=0.0)
+        scale = s_a * tl.load(w_scales + block * w_scale_column)
+        acc = tl.fma(partial, tl.broadcast_to(scale[None, :], (BLOCK_N, BLOCK)), acc)
+        w_tile += 128
+        a_tile += 128
+    return acc
+
+
 @triton.jit(do_not_specialize=["pairs", "a_scale_row", "a_scale_column"])
 def gemm_kernel(
     w_ptr, w_scale_ptr, a_ptr, a_scale_ptr, bias_ptr, out_ptr, slots_ptr, block_expert_ptr, pairs,
@@ -41,21 +65,12 @@ def gemm_kernel(
     k = tl.arange(0, 128)
     w_tile = w_ptr + expert * w_expert + n[:, None].to(tl.int64) * w_row + k[None, :]
     a_tile = a_ptr + source[None, :] * a_row + k[:, None]
-    scales_k: tl.constexpr = K // 128
     tile = (tl.program_id(1) * BLOCK_N // 128).to(tl.int64)
     w_scales = w_scale_ptr + expert * w_scale_expert + tile * w_scale_row
-    acc = tl.zeros((BLOCK_N, BLOCK), tl.float32)
-    for block in range(scales_k):
-        w = tl.load(w_tile, mask=(n < N)[:, None], other=0).to(tl.float8e4nv, bitcast=True)
-        a = tl.load(a_tile, mask=live[None, :], other=0).to(tl.float8e4nv, bitcast=True)
-        partial = tl.dot(w, a)
-        s_a = tl.load(
-            a_scale_ptr + source * a_scale_row + block * a_scale_column, mask=live, other=0.0
-        )
-        scale = s_a * tl.load(w_scales + block * w_scale_column)
-        acc = tl.fma(partial, tl.broadcast_to(scale[None, :], (BLOCK_N, BLOCK)), acc)
-        w_tile += 128
-        a_tile += 128
+    acc = product(
+        w_tile, w_scales, w_scale_column, (n < N)[:, None],
+        a_tile, a_scale_ptr + source * a_scale_row, a_scale_column, live, K, BLOCK_N, BLOCK,
+    )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0)[:, None]
     out = out_ptr + pair[None, :].to(tl.int64) * N + n[:, None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from moe_parity.kernels.call import Call
@@ -9,6 +12,7 @@ from moe_parity.kernels.ours.stages import SERVING, unavailable
 from moe_parity.kernels.registry import register
 from moe_parity.references.language import Case
 from moe_parity.references.stages import LAYER
+from moe_parity.references.stages.layer.operands import Trace
 
 
 def _supports(case: Case, path: str) -> str | None:
@@ -18,9 +22,13 @@ def _supports(case: Case, path: str) -> str | None:
 
 
 def run_path(
-    call: Call, path: str, clamp: str = "before", down: str = "route_major"
+    call: Call,
+    path: str,
+    clamp: str = "before",
+    down: str = "route_major",
+    in_order: Callable[[Any], Trace] | None = None,
 ) -> dict[str, Tensor]:
-    """Run one path and return what every stage left behind."""
+    """Run one path and return what every stage left behind, put ``in_order`` where it is not."""
     from moe_parity.kernels.ours import moe
 
     batch, experts, asked = call.inputs.batch, call.inputs.experts, call.inputs.asked
@@ -30,7 +38,7 @@ def run_path(
         mid_power_of_two=asked.mid.is_power_of_two, out_dtype=asked.dtype, path=path,
         down=down, x_scale=call.inputs.x_scale,
     )  # fmt: skip
-    made = dict(vars(ran))
+    made = dict(vars(ran if in_order is None else in_order(ran)))
     if call.inputs.x_scale is not None:
         del made["act_codes"], made["act_scales"]  # what arrived
     return made
@@ -64,6 +72,19 @@ def sorted_layer(call: Call) -> dict[str, Tensor]:
         ran["mid_codes"], ran["mid_scales"], aligned, ids.numel()
     )
     return {**ran, "mid_codes": codes, "mid_scales": scales}
+
+
+@register(
+    "ours_prefix_sum", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
+    supports=lambda case, device: None, contract=SERVING, takes_quantized=True,
+    note="Our layer, the prefix-sum path: rows by expert, live rows alone.",
+    cost=lambda case: 5 * LAYER.cost(case),
+)  # fmt: skip
+def prefix_sum_layer(call: Call) -> dict[str, Tensor]:
+    """Run the prefix-sum path; what lies by expert is put in pair order."""
+    from moe_parity.kernels.ours import prefix_sum
+
+    return run_path(call, "prefix_sum", in_order=prefix_sum.in_pair_order)
 
 
 _register("decode")

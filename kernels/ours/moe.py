@@ -1,18 +1,28 @@
 """``run_moe``: a block-FP8 MoE layer on one rank.
 
-Two paths, the same bits: ``decode`` works in blocks of 16 tokens, ``large`` in blocks of 64, on the
-same unit with the same recipe (``ours``), and a token's result depends on nothing but the token.
+Three paths, the same bits: ``decode`` works in blocks of 16 tokens, ``large`` in blocks of 64,
+``prefix_sum`` on rows by expert, on the same unit with the same recipe (``ours``), and a token's
+result depends on nothing but the token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_parity.kernels.ours import activation, dispatch, quant, scale_format, sorted_rows, steps
+from moe_parity.kernels.ours import (
+    activation,
+    dispatch,
+    prefix_sum,
+    quant,
+    scale_format,
+    sorted_rows,
+    steps,
+)
 from moe_parity.kernels.ours.activation import Activation
 from moe_parity.kernels.ours.arguments import (
     check_call,
@@ -21,7 +31,7 @@ from moe_parity.kernels.ours.arguments import (
     number,
     word,
 )
-from moe_parity.kernels.ours.dispatch import Choice, Down, Path, Request
+from moe_parity.kernels.ours.dispatch import ALIGNMENT, Choice, Down, Gemm, Path, Request
 from moe_parity.kernels.ours.scale_format import LayerFormats, says_ue8m0
 from moe_parity.kernels.ours.validate import check_codes, check_scales
 from moe_parity.references.arithmetic.formats import ScaleFormat
@@ -66,6 +76,8 @@ class Work:
     down: Down
     out: Tensor
     fused: bool
+    alignment: int
+    gemm: Gemm
 
 
 def run_moe(
@@ -89,6 +101,8 @@ def run_moe(
     down: Down | str = Down.ROUTE_MAJOR,
     validate: bool = False,
     fused: bool = True,
+    alignment: int = ALIGNMENT,
+    gemm: Gemm | str = Gemm.OURS,
 ) -> Tensor:
     """Return the layer's output [M, H] of this rank's experts.
 
@@ -99,17 +113,20 @@ def run_moe(
     (``scale_format.resolve``); or ``power_of_two`` says of both, and ``mid_power_of_two`` of the
     second one, whether scales are rounded up to powers of two.  What is not said is the global
     default.  Quantized ``x`` has the layer's first format, which ``validate`` checks.  ``path``
-    forces ``decode`` or ``large``; ``down`` says how the large path lays the activations of the
-    second GEMM: ``route_major`` or ``sorted`` (:class:`~moe_parity.kernels.ours.dispatch.Down`).
-    ``fused`` False runs SwiGLU and the second quantization as two launches, the same bits,
-    route-major alone.  ``validate`` looks at values and waits for the GPU.  Nothing else does, and
-    a call may be captured in a CUDA graph once its kernels are compiled (:func:`prewarm`).  Raises
+    forces ``decode``, ``large`` or ``prefix_sum``; ``down`` says how the large path lays the
+    activations of the second GEMM: ``route_major`` or ``sorted``
+    (:class:`~moe_parity.kernels.ours.dispatch.Down`).  ``fused`` False runs SwiGLU and the second
+    quantization as two launches, the same bits, route-major alone.  ``alignment`` rows and the
+    ``gemm``, ``ours`` or the installed ``deepgemm``, are the prefix-sum path's.  ``validate`` looks
+    at values and waits for the GPU.  Nothing else does, and a call may be captured in a CUDA graph
+    once its kernels are compiled (:func:`prewarm`).  Raises
     ParityError, in a sentence, for bad input.
     """
     return run_stages(
         x, ids, weights, experts, x_scale=x_scale, limit=limit, clamp=clamp, alpha=alpha, beta=beta,
         formats=formats, power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, out=out,
         out_dtype=out_dtype, lora=lora, path=path, down=down, validate=validate, fused=fused,
+        alignment=alignment, gemm=gemm,
     ).out  # fmt: skip
 
 
@@ -134,11 +151,15 @@ def run_stages(
     down: Down | str = Down.ROUTE_MAJOR,
     validate: bool = False,
     fused: bool = True,
+    alignment: int = ALIGNMENT,
+    gemm: Gemm | str = Gemm.OURS,
 ) -> Trace:
     """Run the layer as :func:`run_moe` does and return every stage's tensors.
 
     Where the second GEMM's activations are sorted, ``mid_codes`` and ``mid_scales`` lie as in
     ``sorted_rows.SortedRows``; ``sorted_rows.in_pair_order`` puts them in the order of the others.
+    The prefix-sum path returns a ``prefix_sum.PlacedTrace``, whose rows lie by expert;
+    ``prefix_sum.in_pair_order`` does the same for it.
     """
     layout = word(Down, down, "run_moe: down")
     if layout is Down.SORTED and not fused:
@@ -148,7 +169,7 @@ def run_stages(
         )
     choice = plan(
         x, experts, x_scale=x_scale, limit=limit, alpha=alpha, beta=beta, out=out, lora=lora,
-        path=path,
+        path=path, fused=fused, alignment=alignment, gemm=gemm,
     )  # fmt: skip
     dispatch.log_once(choice)
     check_call(x, x_scale, ids, weights, experts, limit, clamp, out, out_dtype)
@@ -172,7 +193,8 @@ def run_stages(
         Work(
             choice=choice, x=x, x_scale=x_scale, ids=ids, weights=weights, experts=experts, how=how,
             power_of_two=held.act.is_power_of_two, mid_power_of_two=held.mid.is_power_of_two,
-            down=layout, out=result, fused=fused,
+            down=layout, out=result, fused=fused, alignment=alignment,
+            gemm=word(Gemm, gemm, "run_moe: gemm"),
         )
     )  # fmt: skip
 
@@ -188,6 +210,9 @@ def plan(
     out: Tensor | None = None,
     lora: object | None = None,
     path: Path | str | None = None,
+    fused: bool = True,
+    alignment: int = ALIGNMENT,
+    gemm: Gemm | str = Gemm.OURS,
 ) -> Choice:
     """Return the path that a call would take, and why; raises ParityError where there is none."""
     check_rank(x)
@@ -200,6 +225,13 @@ def plan(
         has_out=out is not None,
         has_tensor_clamp=isinstance(limit, Tensor),
         is_quantized=x_scale is not None,
+        weights=(experts.w13.dtype, experts.w13_scale.dtype),
+        hidden=experts.w13.shape[-1],
+        width=experts.w2.shape[-1],
+        experts=experts.count,
+        alignment=alignment,
+        gemm=word(Gemm, gemm, "run_moe: gemm"),
+        fused=fused,
     )
     return dispatch.choose(request, path)
 
@@ -210,6 +242,11 @@ def _layer(work: Work) -> Trace:
     codes, scales = work.x, work.x_scale
     if scales is None:
         codes, scales = quant.act_quant(work.x, scale="ue8m0" if work.power_of_two else "fp32")
+    if work.choice.path is Path.PREFIX_SUM:
+        return prefix_sum.run(
+            codes, scales, ids, work.weights, experts, work.how, work.out, scale=_mid(work),
+            alignment=work.alignment, gemm=work.gemm,
+        )  # fmt: skip
     first, count = experts.first, experts.count
     aligned = steps.align(ids, first, count, BLOCK[work.choice.path])
     fc1 = steps.grouped_gemm(
@@ -232,7 +269,7 @@ def _down(work: Work, fc1: Tensor, aligned: steps.Alignment) -> tuple[Tensor, Te
         rows = sorted_rows.swiglu_quant_sorted(fc1, aligned, work.how, work.mid_power_of_two)
         fc2 = sorted_rows.sorted_gemm(rows, w2, w2_scale, aligned, pairs, bias2)
         return rows.codes, rows.scales, fc2
-    scale = ScaleFormat.UE8M0 if work.mid_power_of_two else ScaleFormat.FP32
+    scale = _mid(work)
     if work.fused:
         mid, mid_scales = activation.swiglu_quant(fc1, ids, first, count, work.how, scale=scale)
     else:
@@ -240,6 +277,11 @@ def _down(work: Work, fc1: Tensor, aligned: steps.Alignment) -> tuple[Tensor, Te
         mid, mid_scales = activation.quant_rows(gated, ids, first, count, scale=scale)
     fc2 = steps.grouped_gemm(mid, mid_scales, w2, w2_scale, aligned, pairs, 1, bias2)
     return mid, mid_scales, fc2
+
+
+def _mid(work: Work) -> ScaleFormat:
+    """Return the format of the second quantization."""
+    return ScaleFormat.UE8M0 if work.mid_power_of_two else ScaleFormat.FP32
 
 
 def token_classes(topk: int) -> tuple[int, ...]:
@@ -266,23 +308,31 @@ def prewarm(
     limit: float | None = None,
     clamp: str = "before",
     down: Down | str = Down.ROUTE_MAJOR,
+    paths: Iterable[Path | str] = (Path.DECODE, Path.LARGE),
+    alignment: int = ALIGNMENT,
+    gemm: Gemm | str = Gemm.OURS,
 ) -> int:
-    """Compile every kernel class of both paths on these weights' shapes; return the calls made.
+    """Compile every kernel class of these paths on these weights' shapes; return the calls made.
 
-    Batch-dependent integers are not specialised, so a few sizes stand for all:
+    The prefix-sum path, which is taken where it is asked for, is warmed where it is named, with its
+    alignment and GEMM.  Batch-dependent integers are not specialised, so a few sizes stand for all:
     :func:`token_classes`, unless ``tokens`` names others.  The scale formats are said as they are
     to :func:`run_moe`, since another format is another kernel.
     """
-    hidden = experts.w13.shape[2]
-    calls = 0
+    hidden, calls = experts.w13.shape[2], 0
+    ways = [word(Path, path, "prewarm: paths") for path in paths]
     for count in token_classes(topk) if tokens is None else tokens:
         x = torch.zeros((count, hidden), dtype=torch.bfloat16, device=experts.w13.device)
         ids = torch.full((count, topk), -1, dtype=torch.int32, device=x.device)
         weights = torch.ones((count, topk), dtype=torch.float32, device=x.device)
-        for path in Path:
+        for path in ways:
+            own: dict[str, Any] = {}
+            if path is Path.PREFIX_SUM:
+                own = {"alignment": alignment, "gemm": gemm}
             run_moe(
                 x, ids, weights, experts, limit=limit, clamp=clamp, formats=formats,
                 power_of_two=power_of_two, mid_power_of_two=mid_power_of_two, path=path, down=down,
+                **own,
             )  # fmt: skip
             calls += 1
     return calls

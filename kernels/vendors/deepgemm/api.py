@@ -130,10 +130,17 @@ def masked_fates(counts: Tensor, max_m: int) -> Tensor:
     return torch.where(row < live, int(Fate.LIVE), fates).to(torch.int8).flatten()
 
 
+def is_column_major(scales: Tensor) -> bool:
+    """Whether scales [M, G] lie in columns, one a multiple of 16 bytes after the other."""
+    rows = scales.shape[0]
+    return scales.dim() == 2 and scales.stride() == (1, -(-rows // 4) * 4)
+
+
 def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> None:
     """Raise ParityError for shapes, dtypes, strides or pointers that the kernel does not take.
 
-    ``a`` [..., K] and ``w`` [..., N, K] are E4M3 codes as uint8, the scales fp32.
+    ``a`` [..., K] and ``w`` [..., N, K] are E4M3 codes as uint8, the scales fp32; those of ``a``
+    may lie as TMA reads them, which spares DeepGEMM a copy.
     """
     n, k = w.shape[-2:]
     blocks = -(-k // BLOCK)
@@ -144,7 +151,8 @@ def check_operands(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> No
         "w_scale": (w_scale, torch.float32, (*w.shape[:-2], -(-n // 128), blocks)),
     }
     for name, (tensor, dtype, shape) in wanted.items():
-        if tensor.dtype is not dtype or tuple(tensor.shape) != shape or tensor.stride(-1) != 1:
+        laid = tensor.stride(-1) == 1 or (name == "a_scale" and is_column_major(tensor))
+        if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not laid:
             raise ParityError(
                 f"DeepGEMM: {name} must be {dtype} {list(shape)} with contiguous rows, got "
                 f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}."
