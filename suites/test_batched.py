@@ -84,6 +84,7 @@ HOW: dict[str, dict[str, Any]] = {
     "after": {"clamp": "after", "limit": 2.97},
     "limits": {"clamp": "before"},
     "swigluoai": {"clamp": "before", "limit": 2.97, "alpha": 1.702, "beta": 1.0},
+    "torch": {"form": "torch"},
 }
 
 

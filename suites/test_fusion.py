@@ -284,17 +284,8 @@ def into_outputs(rows: Tensor) -> Outputs:
 
 
 def silu_and_mul(rows: Tensor) -> Outputs:
+    """With shapes it is fused: ``test_torch_product``."""
     y = torch.nn.functional.silu(rows[:, :WIDTH]) * rows[:, WIDTH:]
-    return QUANT(y, 128, "fp32", "row")
-
-
-def silu_of_the_second_half(rows: Tensor) -> Outputs:
-    y = torch.nn.functional.silu(rows[:, WIDTH:]) * rows[:, :WIDTH]
-    return QUANT(y, 128, "fp32", "row")
-
-
-def silu_of_short_slices(rows: Tensor) -> Outputs:
-    y = torch.nn.functional.silu(rows[:, :128]) * rows[:, WIDTH : WIDTH + 128]
     return QUANT(y, 128, "fp32", "row")
 
 
@@ -306,6 +297,7 @@ SAID = {
     ],
     changed_through_a_view: ["the BF16 activation is used elsewhere too."],
     changed_in_place: ["the BF16 activation is used elsewhere too."],
+    silu_and_mul: ["the graph does not say which shapes its tensors have."],
 }
 """What is said of SwiGLUs that are quantized as they are and yet not fused, in Dynamo's graph."""
 
@@ -315,7 +307,6 @@ SAID = {
     [
         used_twice, quantized_twice, rows_of_other_ranks, changed_in_place, changed_through_a_view,
         clamped_between, cast_between, half_a_row, another_tensor, into_outputs, silu_and_mul,
-        silu_of_the_second_half, silu_of_short_slices,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
@@ -338,18 +329,12 @@ def test_fusion_leaves_a_functional_graph_alone(f: Model, rows: Tensor):
     assert made.fused == 0
 
 
-def test_fusion_of_torchs_silu_would_change_bits(rows: Tensor):
-    """Torch rounds SiLU to BF16 before it multiplies: the reason why it is not matched."""
-    got = torch.ops.moe_parity.swiglu_quant(rows, *PLAIN, 128, "fp32", "row")
-    assert differing(got, silu_and_mul(rows))
-
-
 # --- planted faults -------------------------------------------------------------------------------
 
 
-def dropping(graph: fx.Graph, name: str, default: Any) -> None:
+def dropping(graph: fx.Graph, name: str, default: Any, *, cpu: bool = False) -> None:
     """Fuse, and do not hand on one of the options."""
-    fusion.SwigluQuantFusion()(graph)
+    fusion.SwigluQuantFusion(cpu=cpu)(graph)
     for node in graph.find_nodes(op="call_function", target=fusion.FUSED):
         at = [argument.name for argument in fusion.FUSED._schema.arguments].index(name)
         node.args = (*node.args[:at], default, *node.args[at + 1 :])

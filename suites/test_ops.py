@@ -102,6 +102,7 @@ CALLS: dict[str, Callable[[], list[Call]]] = {
     ],
     "swiglu": lambda: [
         (rows(), None, 0, 1, *PLAIN), (rows(), IDS, 0, 4, *CLAMPED),
+        (rows(), IDS, 0, 4, *PLAIN, "torch"),
         (rows(), IDS.flatten(), 0, 4, "after", 0.0, scales("limits", 4), 1.0, 0.0),
     ],
     "swiglu_quant": lambda: [
@@ -110,6 +111,7 @@ CALLS: dict[str, Callable[[], list[Call]]] = {
         *((rows()[:count], None, 0, 1, *PLAIN, 64, scale, layout) for count in (0, 1)
           for scale in ScaleFormat for layout in ScaleLayout),
         (rows(), IDS, 0, 4, *CLAMPED, 128, "ue8m0", "row"),
+        (rows(), IDS, 0, 4, *PLAIN, 64, "ue8m0", "tma", "torch"),
         (rows(), IDS, 0, 4, "after", 0.0, scales("limits", 4), 1.0, 0.0, 128, "fp32", "row"),
     ],
     "swiglu_quant_out": lambda: [

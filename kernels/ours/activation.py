@@ -22,9 +22,17 @@ VECTOR_BYTES = 16
 """The widest load of a GPU."""
 
 
+FORMS = ("ours", "torch")
+"""How SiLU and its product are rounded: once, or as torch's two eager kernels do on a GPU."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """What is asked of SwiGLU: ``clamp`` is none, before or after SiLU."""
+    """What is asked of SwiGLU: ``clamp`` is none, before or after SiLU.
+
+    ``form`` "torch" has the bits of ``torch.nn.functional.silu(gate) * up`` on CUDA tensors, and
+    nothing besides: raises ParityError with a clamp, an alpha or a beta, and for other forms.
+    """
 
     clamp: str = "none"
     limit: float = 0.0
@@ -32,6 +40,17 @@ class Activation:
     """fp32 [E]: a limit for each expert, in place of ``limit``."""
     alpha: float = 1.0
     beta: float = 0.0
+    form: str = "ours"
+
+    def __post_init__(self) -> None:
+        """Refuse what torch's form has not."""
+        if self.form not in FORMS:
+            raise ParityError(f"SwiGLU: form must be 'ours' or 'torch', got {self.form!r}.")
+        if self.form == "torch" and (self.clamp, self.alpha, self.beta) != ("none", 1.0, 0.0):
+            raise ParityError(
+                f"SwiGLU: the form 'torch' takes no clamp, alpha or beta, got {self.clamp!r}, "
+                f"{self.alpha} and {self.beta}; use the form 'ours'."
+            )
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -41,6 +60,7 @@ class Activation:
             "SCALED": self.alpha != 1.0,
             "SHIFTED": self.beta != 0.0,
             "LIMITS": self.limits is not None,
+            "FORM": self.form,
         }
 
 

@@ -4,7 +4,8 @@ Two ways to the rows, VECTOR or not, around one arithmetic, so that they agree b
 vector's rows start at multiples of 16 bytes and have whole groups, and what is loaded is as wide as
 the GPU's widest load; the scalar way reads any strides and any width, the last group ragged.
 
-The recipe is ``ours``.  Every division is ``div_rn``; launches turn contraction off.
+The recipe is ``ours``, with FORM "torch" ``torch_silu_and_mul``.  Every division is ``div_rn``;
+launches turn contraction off.
 """
 
 # Triton kernels have no Python types: their arguments are pointers and compile-time constants.
@@ -28,14 +29,16 @@ from moe_parity.kernels.ours.quant_kernels import (
 def activated(
     row, inside, limits_ptr, expert, limit, alpha, beta, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Return SwiGLU of ROWS rows at ``row``, rounded to BF16; up lies WIDTH after the gate.
 
-    CLAMP is "none", "before" or "after" SiLU; LIMITS takes one limit for each expert.
+    CLAMP is "none", "before" or "after" SiLU; LIMITS takes one limit for each expert.  FORM is
+    "ours" or "torch".
     """
     return gated(
         row, row + WIDTH, inside, limits_ptr, expert, limit, alpha, beta,
-        ROWS, CLAMP, SCALED, SHIFTED, LIMITS,
+        ROWS, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
     )  # fmt: skip
 
 
@@ -43,6 +46,7 @@ def activated(
 def gated(
     gate_ptr, up_ptr, inside, limits_ptr, expert, limit, alpha, beta, ROWS: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Return SwiGLU of what lies at gates and ups, rounded to BF16; 0 where nothing is inside."""
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +61,12 @@ def gated(
     inner = gate
     if SCALED:
         inner = gate * alpha
-    value = gate * tl.math.div_rn(1.0, 1.0 + libdevice.exp(0.0 - inner))
+    if FORM == "torch":
+        # torch's eager kernels: SiLU as one quotient, which is a BF16 tensor before the product.
+        value = tl.math.div_rn(gate, 1.0 + libdevice.exp(0.0 - inner)).to(tl.bfloat16)
+        value = value.to(tl.float32)
+    else:
+        value = gate * tl.math.div_rn(1.0, 1.0 + libdevice.exp(0.0 - inner))
     if CLAMP == "after":
         value = tl.minimum(value, bound)
     if SHIFTED:
@@ -70,19 +79,21 @@ def read(
     rows_ptr, wide, column, inside, rows_row, rows_column, limits_ptr, expert, limit, alpha, beta,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Return SwiGLU of the elements at rows ``wide`` and ``column``, the one way or the other."""
     if VECTOR:
         y = activated(
             rows_ptr + wide * tl.multiple_of(rows_row, 8) + column[None, :], inside,
             limits_ptr, expert, limit, alpha, beta, WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS,
+            FORM,
         )  # fmt: skip
     else:
         step = rows_column.to(tl.int64)
         gate = rows_ptr + wide * rows_row + column[None, :] * step
         y = gated(
             gate, gate + WIDTH * step, inside,
-            limits_ptr, expert, limit, alpha, beta, ROWS, CLAMP, SCALED, SHIFTED, LIMITS,
+            limits_ptr, expert, limit, alpha, beta, ROWS, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
         )  # fmt: skip
     return y
 
@@ -116,6 +127,7 @@ def swiglu_kernel(
     rows_row, rows_column, out_row,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_IDS: tl.constexpr, VECTOR: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of ROWS pairs by 128 columns, BF16: grid (pairs / ROWS, ceil(WIDTH / 128))."""
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -125,7 +137,7 @@ def swiglu_kernel(
     wide = pair.to(tl.int64)[:, None]
     y = read(
         rows_ptr, wide, column, inside, rows_row, rows_column, limits_ptr, expert, limit, alpha,
-        beta, WIDTH, ROWS, VECTOR, CLAMP, SCALED, SHIFTED, LIMITS,
+        beta, WIDTH, ROWS, VECTOR, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
     )  # fmt: skip
     tl.store(out_ptr + wide * out_row + column[None, :], y, mask=inside)
 
@@ -142,6 +154,7 @@ def swiglu_quant_kernel(
     WIDTH: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     PACKED: tl.constexpr, HAS_IDS: tl.constexpr, VECTOR: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of ROWS pairs by a group, or by the four of a packed word, quantized.
 
@@ -162,7 +175,7 @@ def swiglu_quant_kernel(
             inside = owned[:, None] & (column < WIDTH)[None, :]
         y = read(
             rows_ptr, wide, column, inside, rows_row, rows_column, limits_ptr, expert, limit, alpha,
-            beta, WIDTH, ROWS, VECTOR, CLAMP, SCALED, SHIFTED, LIMITS,
+            beta, WIDTH, ROWS, VECTOR, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
         ).to(tl.float32)  # fmt: skip
         scale = store_codes(codes_ptr + wide * codes_row + column[None, :], y, inside, POWER_OF_TWO)
         if PACKED:

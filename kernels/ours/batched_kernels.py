@@ -49,6 +49,7 @@ def batched_quant_kernel(
     WIDTH: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Quantize the live rows of all experts, of their SwiGLU where GATED; any grid of one axis.
 
@@ -80,7 +81,7 @@ def batched_quant_kernel(
             if GATED:
                 y = activated(
                     place, inside, limits_ptr, owner, limit, alpha, beta,
-                    WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS,
+                    WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
                 ).to(tl.float32)  # fmt: skip
             else:
                 y = tl.load(place, mask=inside, other=0.0).to(tl.float32)

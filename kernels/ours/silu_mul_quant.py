@@ -93,7 +93,7 @@ def fallback(asked: Asked) -> Fallback | None:
 def silu_mul_quant(
     x: Tensor, *, group: int = ..., scale: ScaleFormat | str = ...,
     layout: ScaleLayout | str = ..., limit: float | None = ..., clamp: str = ...,
-    alpha: float = ..., beta: float = ..., activation: str = ...,
+    alpha: float = ..., beta: float = ..., activation: str = ..., form: str = ...,
     with_activation: Literal[False] = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -102,7 +102,7 @@ def silu_mul_quant(
 def silu_mul_quant(
     x: Tensor, *, group: int = ..., scale: ScaleFormat | str = ...,
     layout: ScaleLayout | str = ..., limit: float | None = ..., clamp: str = ...,
-    alpha: float = ..., beta: float = ..., activation: str = ...,
+    alpha: float = ..., beta: float = ..., activation: str = ..., form: str = ...,
     with_activation: Literal[True],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
@@ -118,21 +118,23 @@ def silu_mul_quant(
     alpha: float = 1.0,
     beta: float = 0.0,
     activation: str = "silu",
+    form: str = "ours",
     with_activation: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Return codes uint8 [P, I] and scales of act(gate) * (up + beta), ``x`` bf16 [P, 2 * I].
 
     ``act`` is ``silu`` (g * sigmoid(alpha * g)), ``gelu`` or ``relu2``; ``limit`` clamps ``before``
-    or ``after`` it.  The product is rounded to BF16 once; ``with_activation`` returns it as well.
-    Groups have any size, the last one may be ragged; formats, layouts and their padding are those
-    of :func:`moe_parity.kernels.ours.activation.swiglu_quant`, the recipe is ``ours``.  Where
-    :data:`FALLBACKS` has a reason the call runs unfused, with the same bits.  Raises ParityError,
-    in a sentence, for anything else.
+    or ``after`` it.  The product is rounded to BF16 once; ``form`` "torch" rounds SiLU too, with
+    the bits of torch's own ``silu(gate) * up`` on a GPU, and takes no limit, alpha or beta.
+    ``with_activation`` returns the product as well.  Groups have any size, the last one may be
+    ragged; formats, layouts and their padding are those of :func:`moe_parity.kernels.ours.activation.swiglu_quant`, the recipe is ``ours``, or
+    ``torch_silu_and_mul``.  Where :data:`FALLBACKS` has a reason the call runs unfused, with the
+    same bits.  Raises ParityError, in a sentence, for anything else.
     """
     gated = word(Gated, activation, "silu_mul_quant: activation")
     scale = word(ScaleFormat, scale, "silu_mul_quant: scale")
     layout = word(ScaleLayout, layout, "silu_mul_quant: layout")
-    how = _how(limit, clamp, alpha, beta)
+    how = _how(limit, clamp, alpha, beta, form)
     if x.dim() != 2 or x.dtype is not torch.bfloat16 or x.shape[1] % 2:
         raise ParityError(
             f"silu_mul_quant: x must be bfloat16 [P, 2 I], got {x.dtype} {list(x.shape)}."
@@ -151,7 +153,9 @@ def silu_mul_quant(
     return (codes, scales, rows) if with_activation else (codes, scales)
 
 
-def _how(limit: float | None, clamp: str, alpha: float, beta: float) -> fused.Activation:
+def _how(
+    limit: float | None, clamp: str, alpha: float, beta: float, form: str
+) -> fused.Activation:  # fmt: skip
     if clamp not in ("before", "after"):
         raise ParityError(f"silu_mul_quant: clamp must be 'before' or 'after', got {clamp!r}.")
     bound = 0.0 if limit is None else number(limit, "silu_mul_quant: limit")
@@ -160,6 +164,7 @@ def _how(limit: float | None, clamp: str, alpha: float, beta: float) -> fused.Ac
     return fused.Activation(
         clamp="none" if limit is None else clamp, limit=bound,
         alpha=number(alpha, "silu_mul_quant: alpha"), beta=number(beta, "silu_mul_quant: beta"),
+        form=form,
     )  # fmt: skip
 
 
@@ -167,6 +172,8 @@ def _other(x: Tensor, gated: Gated, how: fused.Activation) -> Tensor:
     """Return another activation than SiLU, bf16 [P, I], by torch: fp32, rounded to BF16 once."""
     if how.alpha != 1.0:
         raise ParityError(f"silu_mul_quant: alpha is SiLU's own, {gated} has none.")
+    if how.form != "ours":
+        raise ParityError(f"silu_mul_quant: the form {how.form!r} is SiLU's own, {gated} has none.")
     gate, up = x.float().chunk(2, dim=1)
     if how.clamp != "none":
         up = up.clamp(-how.limit, how.limit)

@@ -39,6 +39,7 @@ def swiglu_quant_sorted_kernel(
     pairs, limit, alpha, beta,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU and quantization of ROWS slots by 128 columns: grid (slots / ROWS, WIDTH / 128)."""
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -51,7 +52,7 @@ def swiglu_quant_sorted_kernel(
     row = rows_ptr + pair.to(tl.int64)[:, None] * (2 * WIDTH) + column[None, :]
     y = activated(
         row, live[:, None], limits_ptr, tl.where(live, owner, -1), limit, alpha, beta,
-        WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS,
+        WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
     ).to(tl.float32)  # fmt: skip
     scale, multiplier = scale_and_multiplier(tl.max(tl.abs(y), 1), POWER_OF_TWO)
     code = (y * multiplier[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)

@@ -20,15 +20,17 @@ CLAMPS = ("none", "before", "after")
 def swiglu(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
     clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,
+    form: str = "ours",
 ) -> Tensor:  # fmt: skip
     """Return bf16 [P, I] of bf16 rows [P, 2 * I], the gate's columns first, contiguous.
 
     ``ids`` hold P global expert ids: rows of experts other than first .. first + experts are not
     written; None makes every row live.  ``clamp`` is "none", "before" or "after" SiLU, by ``limit``
-    or by ``limits``, fp32 [experts].  See ``activation.swiglu``.
+    or by ``limits``, fp32 [experts].  ``form`` "torch" has the bits of ``silu(gate) * up`` in
+    torch's own ops on a GPU.  See ``activation.swiglu``.
     """
     _check("swiglu", rows, ids, first, experts, clamp, limit, limits)
-    how = Activation(clamp=clamp, limit=limit, limits=limits, alpha=alpha, beta=beta)
+    how = _how(clamp, limit, limits, alpha, beta, form)
     return activation.swiglu(rows, ids, first, experts, how)
 
 
@@ -36,11 +38,11 @@ def swiglu(
 def swiglu_quant(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
     clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,
-    group: int, scale: str, layout: str,
+    group: int, scale: str, layout: str, form: str = "ours",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return codes uint8 [P, I] and scales: ``act_quant`` of what ``swiglu`` returns, same bits."""
     _stored(rows, ids, first, experts, clamp, limit, limits, group, scale, layout)
-    how = Activation(clamp=clamp, limit=limit, limits=limits, alpha=alpha, beta=beta)
+    how = _how(clamp, limit, limits, alpha, beta, form)
     return activation.swiglu_quant(
         rows, ids, first, experts, how, group=group, scale=ScaleFormat(scale),
         layout=ScaleLayout(layout),
@@ -51,7 +53,7 @@ def swiglu_quant(
 def swiglu_quant_out(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
     clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,
-    group: int, scale: str, layout: str, codes: Tensor, scales: Tensor,
+    group: int, scale: str, layout: str, codes: Tensor, scales: Tensor, form: str = "ours",
 ) -> None:  # fmt: skip
     """Write into ``codes``, row-major, and ``scales``, which lie as ``layout`` says."""
     _check_out(
@@ -59,10 +61,19 @@ def swiglu_quant_out(
     )  # fmt: skip
     outs = {"codes": codes, "scales": scales}
     checks.demand_apart("swiglu_quant", outs, {"rows": rows, "ids": ids, "limits": limits})
-    how = Activation(clamp=clamp, limit=limit, limits=limits, alpha=alpha, beta=beta)
+    how = _how(clamp, limit, limits, alpha, beta, form)
     activation.swiglu_quant(
         rows, ids, first, experts, how, group=group, scale=ScaleFormat(scale),
         layout=ScaleLayout(layout), codes=codes, scales=scales,
+    )  # fmt: skip
+
+
+def _how(
+    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float, form: str
+) -> Activation:  # fmt: skip
+    """Return what is asked; raise ParityError for what a form has not, as the fakes do too."""
+    return Activation(
+        clamp=clamp, limit=limit, limits=limits, alpha=alpha, beta=beta, form=form
     )  # fmt: skip
 
 
@@ -139,21 +150,24 @@ def _check_out(
 @swiglu.register_fake
 def _(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
-    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,  # noqa: ARG001
+    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,
+    form: str = "ours",
 ) -> Tensor:  # fmt: skip
     pairs, width = _check("swiglu", rows, ids, first, experts, clamp, limit, limits)
+    _how(clamp, limit, limits, alpha, beta, form)
     return torch.empty((pairs, width), dtype=torch.bfloat16, device=rows.device)
 
 
 @swiglu_quant.register_fake
 def _(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
-    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,  # noqa: ARG001
-    group: int, scale: str, layout: str,
+    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,
+    group: int, scale: str, layout: str, form: str = "ours",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     whole, shape, strides, dtype = _stored(
         rows, ids, first, experts, clamp, limit, limits, group, scale, layout
     )  # fmt: skip
+    _how(clamp, limit, limits, alpha, beta, form)
     codes = torch.empty(whole, dtype=torch.uint8, device=rows.device)
     return codes, torch.empty_strided(shape, strides, dtype=dtype, device=rows.device)
 
@@ -161,9 +175,10 @@ def _(
 @swiglu_quant_out.register_fake
 def _(
     rows: Tensor, ids: Tensor | None, first: int, experts: int,
-    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,  # noqa: ARG001
-    group: int, scale: str, layout: str, codes: Tensor, scales: Tensor,
+    clamp: str, limit: float, limits: Tensor | None, alpha: float, beta: float,
+    group: int, scale: str, layout: str, codes: Tensor, scales: Tensor, form: str = "ours",
 ) -> None:  # fmt: skip
     _check_out(
         rows, ids, first, experts, clamp, limit, limits, group, scale, layout, codes, scales
     )  # fmt: skip
+    _how(clamp, limit, limits, alpha, beta, form)

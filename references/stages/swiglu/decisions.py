@@ -15,7 +15,11 @@ class ProductRounding(Option):
 
     ONCE = "once", "silu * up in fp32, rounded once", "TensorRT-LLM, SGLang"
     NONE = "none", "nothing: fp32 reaches the quantizer", "vLLM silu_and_mul_per_block_quant"
-    TWICE = "twice", "silu, then the product", "vLLM silu_and_mul, DeepGEMM experts on SM90"
+    TWICE = (
+        "twice",
+        "silu, then the product",
+        "vLLM silu_and_mul, DeepGEMM experts on SM90, torch",
+    )
 
 
 class ClampOrder(Option):

@@ -21,7 +21,7 @@ class Silu(Option):
         "CUTLASS SiLu, vLLM silu_and_mul_per_block_quant",
         True,
     )
-    DIV = "div", "RN(g / RN(1 + expf(-g)))", "vLLM silu_and_mul", True
+    DIV = "div", "RN(g / RN(1 + expf(-g)))", "vLLM silu_and_mul, torch", True
     TL_SIGMOID = (
         "tl_sigmoid",
         "RN(g * (1 /~ RN(1 + tl.exp(-g))))",
