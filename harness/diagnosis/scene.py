@@ -212,7 +212,7 @@ class Part:
         judged = scene.judged
         subset = judged.stage.some(judged.case, judged.inputs, chosen)
         rows = {n: r for n, r in subset.rows.items() if n in judged.got}
-        self.case, self.inputs = subset.case, subset.inputs
+        self.case, self.inputs, self.chosen = subset.case, subset.inputs, chosen
         self.scene = Scene(
             judged=Judged(
                 who=judged.who, stage=judged.stage, case=subset.case, inputs=subset.inputs,

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -142,11 +142,14 @@ class Search:
         for mistake in stage.mistakes(self.judged.case, self.judged.inputs, recipe):
             # one mistake may be made in several ways, in the same order here and there
             same = few.get((mistake.name, mistake.words))
-            here = same.pop(0) if same and mistake.local else None
+            here = same.pop(0).outputs if same and mistake.local else None
+            if mistake.few is not None and part is not None:
+                here = partial(mistake.few, part.chosen)
+            figures = f" ({mistake.figures})" if mistake.figures else ""
             beside = "" if recipe is self.recipe else f" beside recipe {recipe.name},"
             yield Hypothesis(
-                kind=CauseKind.MISTAKE, name=mistake.name, words=mistake.words + beside,
-                outputs=mistake.outputs, few=None if here is None else here.outputs,
+                kind=CauseKind.MISTAKE, name=mistake.name, words=mistake.words + figures + beside,
+                outputs=mistake.outputs, few=here,
             )  # fmt: skip
 
     # --- trying them -----------------------------------------------------------------------------
@@ -188,7 +191,7 @@ def diagnose(judged: Judged, recipes: tuple[Recipe, ...], recipe: Recipe, want: 
     """Return the cause of a difference from what ``recipe``, the nearest of ``recipes``, gives."""
     search = Search(judged, recipe, want)
     bases = [recipe, *(r for r in recipes if r is not recipe)]
-    partial: list[Found] = []
+    somewhere: list[Found] = []
     tiers: list[Callable[[], Iterable[Hypothesis]]] = [
         lambda: (h for base in bases for h in search.decisions(base)),
         lambda: (h for base in bases for h in search.mistakes(base)),
@@ -203,10 +206,10 @@ def diagnose(judged: Judged, recipes: tuple[Recipe, ...], recipe: Recipe, want: 
             whole += [f for f in search.fitting(tiers[1]()) if not f.fit.missed]
         if whole:
             return _cause(whole)
-        partial += found
-    if partial:
-        least = min(f.fit.missed for f in partial)
-        return _cause([f for f in partial if f.fit.missed == least])
+        somewhere += found
+    if somewhere:
+        least = min(f.fit.missed for f in somewhere)
+        return _cause([f for f in somewhere if f.fit.missed == least])
     return _each_output(search) or _each_place(search) or pattern.describe(search.scene)
 
 

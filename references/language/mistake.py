@@ -24,3 +24,8 @@ class Mistake:
     """Makes what a kernel gives that goes wrong so, in canonical form."""
     local: bool = True
     """Whether a row goes wrong in the same way when it is called alone."""
+    few: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    """Makes what some units, int64 [U], get of it, as ``Stage.some`` orders them, where a row goes
+    wrong by what others hold; None where that takes all outputs, or as much."""
+    figures: str = ""
+    """The numbers of these very inputs, which a report says behind the words."""

@@ -262,6 +262,7 @@ class Combine(Stage[ExpertRows]):
                 ascending=part.order is SumOrder.ASCENDING, fused=part.step is SumStep.FMA,
                 reference=lambda given: self.reference(case, given, recipe)["out"],
                 cast=lambda total: cast_output(total, DTYPES[case.dtype]),
+                some=lambda given, chosen: self.some(case, given, chosen).inputs,
             )
         )  # fmt: skip
 

@@ -76,7 +76,10 @@ class Permute(Align):
 
     def mistakes(self, case: Case, inputs: RoutedRows, recipe: Recipe) -> Iterator[Mistake]:
         """Yield those of a permutation."""
-        yield from placing.of_permute(inputs, lambda given: self.reference(case, given, recipe))
+        yield from placing.of_permute(
+            inputs, lambda given: self.reference(case, given, recipe),
+            lambda given, chosen: self.some(case, given, chosen).inputs,
+        )  # fmt: skip
 
     def told(self, case: Case, inputs: RoutedRows, got: Outputs) -> str:
         """Return whose row holds what it should not."""

@@ -249,7 +249,10 @@ class _Grouped(Stage[GroupedRows]):
         def rows(given: GroupedRows) -> Tensor:
             return self.reference(case, given, recipe)["rows"]
 
-        yield from mistakes(inputs, recipe, weight, rows, gated=self.shared)
+        def some(given: GroupedRows, chosen: Tensor) -> GroupedRows:
+            return self.some(case, given, chosen).inputs
+
+        yield from mistakes(inputs, recipe, weight, rows, some, gated=self.shared)
 
     def units(self, inputs: GroupedRows) -> int:
         """Count tokens."""

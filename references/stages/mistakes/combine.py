@@ -47,6 +47,8 @@ class Sum:
     reference: Callable[[ExpertRows], Tensor]
     cast: Change
     """fp32 -> the output's type."""
+    some: Callable[[ExpertRows, Tensor], ExpertRows]
+    """(inputs, some tokens int64 [T]) -> the inputs of those alone."""
 
     def of(self, **changes: Any) -> Make:
         """Return what gives the sums of other inputs."""
@@ -101,8 +103,9 @@ def mistakes(summing: Sum) -> Iterator[Mistake]:
     yield from _of_sums(summing)
     nouns = {"rows": "rows", "ids": "ids"} | ({"weights": "weights"} if summing.weighted else {})
     yield from misread(
-        summing.inputs, lambda given: {"out": summing.reference(given)}, nouns, known=("rows",)
-    )
+        summing.inputs, lambda given: {"out": summing.reference(given)}, nouns, known=("rows",),
+        some=summing.some,
+    )  # fmt: skip
     yield from lost(summing.of())
 
 

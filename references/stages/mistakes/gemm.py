@@ -18,6 +18,7 @@ from moe_parity.references.stages.mistakes import routing
 from moe_parity.references.stages.mistakes.anywhere import (
     Change,
     Make,
+    Outputs,
     contiguous_reading,
     lost,
     round_f16,
@@ -27,8 +28,9 @@ from moe_parity.references.stages.mistakes.anywhere import (
 )
 from moe_parity.references.stages.mistakes.gemm_scales import of_scales
 from moe_parity.references.stages.mistakes.gemm_steps import Gemm
+from moe_parity.references.stages.mistakes.gemm_strides import of_strides
 from moe_parity.references.stages.mistakes.gemm_weights import of_bias, of_weights
-from moe_parity.references.stages.mistakes.geometry import misread
+from moe_parity.references.stages.mistakes.geometry import Some, misread
 
 if TYPE_CHECKING:
     from moe_parity.references.stages.gemm.stage import GroupedRows
@@ -39,10 +41,14 @@ def mistakes(
     recipe: Recipe,
     weight: Tensor | None,
     reference: Callable[[GroupedRows], Tensor],
+    some: Some,
     *,
     gated: bool,
 ) -> Iterator[Mistake]:
-    """Yield what a grouped GEMM may do wrong; ``gated``: its columns are gate and up."""
+    """Yield what a grouped GEMM may do wrong.
+
+    ``some`` gives the operands of a few tokens; ``gated``: its columns are gate and up.
+    """
     made = Gemm(
         inputs=inputs, recipe=recipe.of("gemm", GemmRecipe), weight=weight, reference=reference
     )
@@ -55,8 +61,14 @@ def mistakes(
     yield from of_bias(made)
     yield from of_weights(made)
     nouns = READ if weight is not None else {n: w for n, w in READ.items() if n != "weights"}
-    yield from misread(inputs, lambda given: {"rows": reference(given)}, nouns, known=("a",))
+    widths = {"N": inputs.w.shape[1], "N / 2": inputs.w.shape[1] // 2}
+
+    def give(given: GroupedRows) -> Outputs:
+        return {"rows": reference(given)}
+
+    yield from misread(inputs, give, nouns, known=("a",), some=some, widths=widths)
     yield from lost(made.rows(lambda rows: rows))
+    yield from of_strides(inputs, give, widths)
 
 
 READ = {

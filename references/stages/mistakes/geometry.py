@@ -13,11 +13,14 @@ from torch import Tensor
 from moe_parity.references.arithmetic.formats import bits_of, from_bits
 from moe_parity.references.language.mistake import Mistake
 from moe_parity.references.stages.mistakes.anywhere import Outputs, contiguous_reading
+from moe_parity.references.stages.mistakes.strides import NAMES, SCALES, readings
 from moe_parity.references.stages.routing import local_expert
 from moe_parity.references.stages.sparse import wrap
 
-SCALES = ("a_scale", "w_scale", "scales")
-"""The fields that hold scales."""
+Some = Callable[[Any, Tensor], Any]
+"""(inputs, some units int64 [U]) -> the inputs of those units alone."""
+STRIDED = ("a_scale", "w", "w_scale", "codes", "scales", "rows", "x")
+"""The fields that may be read at any stride; a GEMM's own rows have more ways to be (``pitch``)."""
 
 
 def misread(
@@ -26,11 +29,15 @@ def misread(
     nouns: Mapping[str, str],
     *,
     known: Collection[str] = (),
+    some: Some | None = None,
+    widths: Mapping[str, int] | None = None,
 ) -> Iterator[Mistake]:
     """Yield what comes of inputs that are read where they do not lie.
 
     ``nouns`` says what each field is called, ``give`` makes the outputs of other inputs, ``known``
-    are fields that the stage's own mistakes read as if they were contiguous.
+    are fields that the stage's own mistakes read as if they were contiguous.  ``some`` gives the
+    inputs of a few units, whoever's memory those read; ``widths`` are of other tensors, by what
+    they are called.
     """
     for field, noun in nouns.items():
         tensor = getattr(inputs, field)
@@ -42,6 +49,30 @@ def misread(
                 outputs=partial(_given, inputs, field, other, give),
             )  # fmt: skip
         yield from misread_offsets(inputs, give, field, noun, tensor)
+    for field in (name for name in STRIDED if name in nouns):
+        for words, figures, read in readings(
+            field, nouns[field], getattr(inputs, field), widths or {}
+        ):
+            made = partial(_with, inputs, field, read)
+            yield Mistake(
+                name=NAMES.get(field, "row_stride"), words=words, figures=figures, local=False,
+                outputs=partial(_all, made, give),
+                few=None if some is None else partial(_few, made, give, some),
+            )  # fmt: skip
+
+
+def _with(inputs: Any, field: str, read: Callable[[], Tensor]) -> Any:
+    return dataclasses.replace(inputs, **{field: read()})
+
+
+def _all(made: Callable[[], Any], give: Callable[[Any], Outputs]) -> Outputs:
+    return give(made())
+
+
+def _few(
+    made: Callable[[], Any], give: Callable[[Any], Outputs], some: Some, chosen: Tensor
+) -> Outputs:
+    return give(some(made(), chosen))
 
 
 def _given(inputs: Any, field: str, other: Tensor, give: Callable[[Any], Outputs]) -> Outputs:

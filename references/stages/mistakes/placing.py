@@ -22,7 +22,7 @@ from moe_parity.references.stages.mistakes.anywhere import (
     stored_as,
     without,
 )
-from moe_parity.references.stages.mistakes.geometry import extremes, misread
+from moe_parity.references.stages.mistakes.geometry import Some, extremes, misread
 from moe_parity.references.stages.mistakes.placing_blocks import of_blocks
 from moe_parity.references.stages.routing import place
 
@@ -229,10 +229,10 @@ def _with_empty(inputs: RoutedRows) -> dict[str, Tensor]:
 # --- permutation --------------------------------------------------------------------------------
 
 
-def of_permute(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
-    """Yield what a permutation may do wrong."""
+def of_permute(inputs: RoutedRows, reference: Reference, some: Some) -> Iterator[Mistake]:
+    """Yield what a permutation may do wrong; ``some`` gives the inputs of a few tokens."""
     right = partial(reference, inputs)
-    yield from _of_copies(inputs, reference)
+    yield from _of_copies(inputs, reference, some)
     for name, words, change in _wrong_counts(inputs):
         yield Mistake(name=name, words=words, outputs=changed(right, change, "counts"), local=False)
     masks = [
@@ -263,7 +263,7 @@ def of_permute(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
     yield from of_routing(inputs, reference)
 
 
-def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
+def _of_copies(inputs: RoutedRows, reference: Reference, some: Some) -> Iterator[Mistake]:
     """Yield copies of other rows, and rows with other scales."""
     tokens, k = inputs.ids.shape
     source = torch.arange(tokens * k, device=inputs.ids.device) // k
@@ -302,7 +302,7 @@ def _of_copies(inputs: RoutedRows, reference: Reference) -> Iterator[Mistake]:
             outputs=partial(reference, dataclasses.replace(inputs, codes=flat)),
         )  # fmt: skip
     nouns = {"codes": "codes", "scales": "scales"}
-    yield from misread(inputs, reference, nouns, known=("codes",))
+    yield from misread(inputs, reference, nouns, known=("codes",), some=some)
 
 
 def _wrong_counts(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:

@@ -108,7 +108,7 @@ def _misread(stage: Stage[QuantInputs], case: Case, x: Tensor, recipe: Recipe) -
         )  # fmt: skip
     yield from misread(
         QuantInputs(x=x), lambda given: stage.reference(case, given, recipe), {"x": "rows"},
-        known=("x",),
+        known=("x",), some=lambda given, chosen: stage.some(case, given, chosen).inputs,
     )  # fmt: skip
 
 

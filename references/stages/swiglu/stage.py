@@ -158,7 +158,10 @@ class Swiglu(Stage[GateUpRows]):
         def give(given: GateUpRows) -> dict[str, Tensor]:
             return self.reference(case, given, recipe)
 
-        yield from misread(inputs, give, {"rows": "rows"}, known=("rows",))
+        def some(given: GateUpRows, chosen: Tensor) -> GateUpRows:
+            return self.some(case, given, chosen).inputs
+
+        yield from misread(inputs, give, {"rows": "rows"}, known=("rows",), some=some)
 
     def units(self, inputs: GateUpRows) -> int:
         """Count rows."""
