@@ -29,7 +29,7 @@ def ours_linear(call: Call) -> Tensor:
     )  # fmt: skip
 
 
-@ours("ours_quant_gemm", QUANT_GEMM)
+@ours("ours_quant_gemm", QUANT_GEMM, cost=lambda case: 4 * QUANT_GEMM.cost(case))
 def ours_quant_gemm(call: Call) -> Tensor:
     """Our dense block-FP8 linear, on BF16 rows that it quantizes."""
     from moe_parity.kernels.ours.linear import linear

@@ -51,6 +51,15 @@ class QuantGemmInputs:
     w_scale: Tensor
     """fp32 [ceil(N / 128), K / 128]."""
 
+    @property
+    def a(self) -> Tensor:
+        """The rows, by the name that the decisions of a GEMM have for them."""
+        return self.x
+
+    @property
+    def bias(self) -> None:
+        """None: no row has one."""
+
 
 def made(case: Case, device: str) -> QuantGemmInputs:
     """Return the inputs of a case: K = ``h``, N = ``i``."""
