@@ -49,6 +49,7 @@ BASES = {
         Case(m=40, e=4, k=4, h=128, i=128),
         Case(m=3, e=4, k=2, h=256, i=256),
     ),
+    "quant_gemm": (Case(m=21, h=384, i=192), Case(m=21, h=512, i=130)),
 }
 CHANGES: tuple[dict[str, Any], ...] = (
     {}, {"seed": 5}, {"m": 0}, {"m": 1}, {"ep_size": 2, "ep_rank": 1}, {"clamp": 9.97},

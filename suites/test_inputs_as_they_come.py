@@ -47,6 +47,7 @@ FEW: dict[str, list[Case]] = {
     "swiglu": [Case(m=8, e=2)],
     "swiglu_quant": [Case(m=8, e=2)],
     "combine": [Case(m=5, e=4, k=2, h=256, ep_rank=1, ep_size=2)],
+    "quant_gemm": [Case(m=5, h=256)],
 }
 
 

@@ -47,6 +47,7 @@ FAR = {
     "fc2": Case(m=3, e=3, k=2),
     "combine": Case(m=3, e=4, k=2),
     "layer": Case(m=3, e=3, k=2, routing=Routing.LAST),
+    "quant_gemm": Case(m=3, h=256),
 }
 FAR = {stage: dataclasses.replace(case, hazard=Hazard.FAR) for stage, case in FAR.items()}
 CONTIGUOUS = Case(m=1, e=8200, h=1024, routing=Routing.LAST)

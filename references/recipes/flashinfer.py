@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_parity.references.recipes.build import quantizer
+from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.quant.decisions import (
     Apply,
     Floor,
@@ -12,7 +13,7 @@ from moe_parity.references.stages.quant.decisions import (
     ZeroGroup,
 )
 
-FLASHINFER_CUTLASS = quantizer(
+_CUTLASS = quantizer(
     "flashinfer_cutlass",
     "FlashInfer 0.7.4 fp8_blockscale_gemm_90: TensorRT-LLM's source under -use_fast_math",
     QuantRecipe(
@@ -22,6 +23,8 @@ FLASHINFER_CUTLASS = quantizer(
         nan_amax=NanAmax.IGNORE_UNLESS_ALL,
     ),
 )
+# The GEMM behind it is compiled at its first use, without that flag.
+FLASHINFER_CUTLASS = _CUTLASS.with_parts(gemm=GemmRecipe())
 FLASHINFER_TRTLLM_GEN = quantizer(
     "flashinfer_trtllm_gen",
     "FlashInfer 0.7.4 trtllm_fused_moe_dev_kernel.cu as written, with IEEE divisions",

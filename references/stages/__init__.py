@@ -12,15 +12,17 @@ from moe_parity.references.stages.gemm.stage import FC1, FC2
 from moe_parity.references.stages.layer.stage import LAYER
 from moe_parity.references.stages.permute import PERMUTE
 from moe_parity.references.stages.quant.stage import ACT_QUANT, WEIGHT_QUANT
+from moe_parity.references.stages.quant_gemm.stage import QUANT_GEMM
 from moe_parity.references.stages.swiglu.stage import SWIGLU, SWIGLU_QUANT
 
 STAGES: dict[str, Stage[Any]] = {
     stage.name: stage
     for stage in (
         WEIGHT_QUANT, ACT_QUANT, ALIGN, PERMUTE, FC1, SWIGLU, SWIGLU_QUANT, FC2, COMBINE, LAYER,
+        QUANT_GEMM,
     )
 }  # fmt: skip
-"""In the order in which the data passes them."""
+"""In the order in which the data passes them; the last is two of them as one op."""
 
 
 def stage_named(name: str) -> Stage[Any]:
@@ -38,6 +40,7 @@ __all__ = [
     "FC2",
     "LAYER",
     "PERMUTE",
+    "QUANT_GEMM",
     "STAGES",
     "SWIGLU",
     "SWIGLU_QUANT",

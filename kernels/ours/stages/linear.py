@@ -1,4 +1,4 @@
-"""Our dense linear as the harness sees it: the first GEMM of one expert that all tokens take."""
+"""Our dense linear as the harness sees it: a GEMM of one expert, and one that quantizes its rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_parity.kernels.call import Call
 from moe_parity.kernels.ours.stages import ours
 from moe_parity.references.language import Case
-from moe_parity.references.stages import FC1
+from moe_parity.references.stages import FC1, QUANT_GEMM
 
 
 def _supports(case: Case, device: str) -> str | None:
@@ -26,4 +26,16 @@ def ours_linear(call: Call) -> Tensor:
     return linear(
         inputs.a, inputs.w[0], inputs.w_scale[0], x_scale=inputs.a_scale,
         bias=None if inputs.bias is None else inputs.bias[0], out=call.new("rows"),
+    )  # fmt: skip
+
+
+@ours("ours_quant_gemm", QUANT_GEMM, cost=lambda case: 4 * QUANT_GEMM.cost(case))
+def ours_quant_gemm(call: Call) -> Tensor:
+    """Our dense block-FP8 linear, on BF16 rows that it quantizes."""
+    from moe_parity.kernels.ours.linear import linear
+
+    inputs = call.inputs
+    return linear(
+        inputs.x, inputs.w, inputs.w_scale, power_of_two=call.case.scale.is_power_of_two,
+        out=call.new("rows"),
     )  # fmt: skip

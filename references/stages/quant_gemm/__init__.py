@@ -1,0 +1,1 @@
+"""A dense GEMM of BF16 rows that it quantizes itself."""
