@@ -183,7 +183,8 @@ class _Mapper:
         if not self.count:
             raise ParityError(f"{self.stage} of {kernel.name} has no rows that can be called alone.")
         self.on = self.stage.handed(self.inputs)[0].device
-        self.sizes = sorted({edge for edge in EDGES if edge < self.count} | {self.count})
+        edges = {edge for edge in EDGES if edge < self.count} | {self.count}
+        self.sizes = sorted(edges | set(self._stated_edges()))
         self.calls: dict[tuple[str, int], _Called | None] = {}
         self.stated: dict[int, tuple[Recipe, ...]] = {}
         units = range(0, self.count, max(self.count // TRIED, 1))
@@ -212,6 +213,18 @@ class _Mapper:
             places=places, compared=self.compared, could_show=self.shown,
             calls=self.made_calls, refused=tuple(refused),
         )  # fmt: skip
+
+    def _stated_edges(self) -> Iterator[int]:
+        """Yield the sizes on both sides of where the kernel states another recipe.
+
+        It may come back to the first one before the next edge.
+        """
+        if "m" not in self.stage.sizes:
+            return
+        sizes = [dataclasses.replace(self.case, m=m) for m in range(1, self.count + 1)]
+        for low, high in itertools.pairwise(sizes):
+            if self.kernel.recipes(low, self.device) != self.kernel.recipes(high, self.device):
+                yield from (low.m, high.m)
 
     # --- who stands beside a token ---------------------------------------------------------------
 
