@@ -76,6 +76,8 @@ class Kernel:
     """About how many programs, times blocks of K, a call costs the virtual GPU."""
     configs: ConfigsOf
     """(case, device type) -> its configurations by name, the first by default; often none."""
+    stored: ConfigsOf = lambda case, device: {}
+    """The same, of configurations that are too many to be swept: who names one gets it."""
     takes_quantized: bool = False
     """Whether activations may arrive as codes and scales, where its stage knows that."""
 
@@ -84,7 +86,7 @@ class Kernel:
 
         Raises ParityError, listing those that there are, for a name that the case does not have.
         """
-        return _picked(self.name, self.configs, case, device)
+        return _picked(self.name, _together(self.configs, self.stored), case, device)
 
     def runs_on(self, device: str) -> str:
         """Return where a device type runs it: cpu, virtual_gpu or cuda."""
@@ -128,6 +130,19 @@ def _unavailable(ask: Available) -> Callable[[], Skip | None]:
             return Skip(Why.ABSENT, text)
 
     return safe
+
+
+def _together(configs: ConfigsOf, stored: ConfigsOf) -> ConfigsOf:
+    """Return the configurations of two functions; none is the default where only ``stored`` are."""
+
+    def both(case: Case, device: str) -> Mapping[str, Any]:
+        choice = chosen()
+        known = configs(case, device)
+        if choice is None or choice.registered is None or choice.registered in known:
+            return known
+        return {**known, **stored(case, device)}
+
+    return both
 
 
 def _picked(name: str, configs: ConfigsOf, case: Case, device: str) -> Any:
@@ -206,13 +221,15 @@ def register(
     versions: Versions | None = None,
     cost: Cost | None = None,
     configs: Mapping[str, Any] | ConfigsOf | None = None,
+    stored: Mapping[str, Any] | ConfigsOf | None = None,
     takes_quantized: bool = False,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
     ``recipes`` is a recipe, the name of one, or a function of (case, device type), and of the
     configuration if it takes three arguments.  ``configs`` are configurations by name, or a
-    function of (case, device type) that returns them: ``call.config`` is one of them.  ``supports``
+    function of (case, device type) that returns them: ``call.config`` is one of them; ``stored``
+    are more, which only ``parity map`` and a caller who names them take.  ``supports``
     and ``unavailable`` return None, or why not: a sentence or a :class:`Skip`.  ``triton`` says
     that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``),
     ``needs_gpu`` that only a GPU does; ``cost`` counts the programs of a case where they are not
@@ -230,9 +247,9 @@ def register(
     for word, ask in (("supports", supports), ("unavailable", unavailable)):
         if ask is not None and not callable(ask):
             raise ParityError(f"kernel {name}: {word} must be a function, got {ask!r}.")
-    configs_of = _configs(name, configs)
+    configs_of, stored_of = _configs(name, configs), _configs(name, stored)
     if callable(recipes) and not isinstance(recipes, type):
-        follows = _follows(name, owner, recipes, configs_of)
+        follows = _follows(name, owner, recipes, _together(configs_of, stored_of))
     else:
         follows = _fixed(name, owner, recipes)
 
@@ -258,6 +275,7 @@ def register(
             versions=versions or dict,
             cost=cost or owner.cost,
             configs=configs_of,
+            stored=stored_of,
             takes_quantized=takes_quantized,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )

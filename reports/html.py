@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moe_parity.reports import causes, tables
+from moe_parity.reports import causes, maps, tables
 from moe_parity.reports.records import Record, Run, judge, to_line
 
 LIMIT = 1 << 20
@@ -149,6 +149,7 @@ def _context(run: Run) -> dict[str, Any]:
         "tolerances": _table(
             _tolerances(run), (*tables.TEXTS, "check", "bound"), _NUMBERS, *_NEAREST, "cause"
         ),
+        **_maps(run),
         "coverage": tables.coverage(run),
         "not_tested": [
             (reason[:_TEXT], names[:12], len(names)) for reason, names in tables.not_tested(run)
@@ -156,6 +157,18 @@ def _context(run: Run) -> dict[str, Any]:
         "sources": tables.sources(run),
         "raw": _raw(run),
     }
+
+
+def _maps(run: Run) -> dict[str, Any]:
+    """Return the pictures of invariance maps, their table, and the lines that are alike."""
+    pictures = maps.pictures(run)
+    alike = [
+        (" ".join(filter(None, (picture.kernel, config))), words)
+        for picture in pictures
+        for config, words in picture.alike
+    ]
+    table = maps.rows(run)
+    return {"pictures": pictures, "map_head": maps.HEAD, "map_rows": table, "map_alike": alike}
 
 
 def render(run: Run) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe_parity.reports import causes, tables
+from moe_parity.reports import causes, maps, tables
 from moe_parity.reports.records import Checkout, Run, RunInfo, count, judge
 
 LIMIT = 60 << 10
@@ -141,6 +141,13 @@ def _stages(run: Run) -> list[str]:
     return ["#### By kernel and stage", "", *_table(headings, len(numbers), rows), ""]
 
 
+def _maps(run: Run) -> list[str]:
+    rows = maps.rows(run)
+    if not rows:
+        return []
+    return ["#### Invariance map", "", *_table(maps.HEAD, maps.NUMBERS, rows), ""]
+
+
 def _coverage(run: Run) -> list[str]:
     matrix = tables.coverage(run)
     if not matrix.rows:
@@ -176,7 +183,8 @@ def _tolerances(run: Run) -> list[str]:
 
 def render(run: Run) -> str:
     """Return the summary; the table of tolerances, last, takes the room that is left."""
-    lines = _head(run) + _failures(run) + _stages(run) + _coverage(run) + _not_tested(run)
+    lines = _head(run) + _failures(run) + _maps(run) + _stages(run) + _coverage(run)
+    lines += _not_tested(run)
     text = _fit(lines, LIMIT - 2000)
     table = _tolerances(run)
     if table:

@@ -84,6 +84,7 @@ class Record:
     repro: str = ""
     seconds: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
+    band: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from moe_parity.harness.cli import map_options
 from moe_parity.harness.session import environment
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import Run
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
     _add_identify(add("identify", "name the recipe of a kernel, or of outputs in a file"))
+    map_options.add_to(add("map", "say at which number of tokens a token's bits change, and why"))
     repro = add("repro", "run again what a record is about")
     repro.add_argument(
         "ids", metavar="ID", nargs="+",
@@ -365,6 +367,7 @@ _COMMANDS = {
     "identify": _identify,
     "report": _report,
     "kernels": _kernels,
+    "map": map_options.run,
     "recipes": _recipes,
     "repro": _repro,
     "witness": _witness,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
+from moe_parity.kernels.vendors.vllm.stored import Config, Stored, read
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
-from moe_parity.references.stages.gemm.decisions import GemmRecipe, Interval
+from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe, Interval
 from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
 
@@ -29,8 +32,6 @@ def _supports_gemm(case: Case, device: str) -> str | None:
         return "vLLM's ids are those of experts."
     return None if case.m else "vLLM launches nothing for zero tokens."
 
-
-Config = dict[str, int]
 
 TUNED: dict[str, Config] = {
     "m16_n64": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 1},
@@ -53,20 +54,63 @@ def _halved(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_k64")
 
 
-def _gemm_recipes(case: Case, device: str, config: Config) -> tuple[Recipe, ...]:
-    """Swap-AB, with the other scale order, for tiles below 64 rows.
+def _on_mma(recipe: Recipe) -> Recipe:
+    """Return a recipe of tiles whose dots are too small for WGMMA."""
+    gemm = dataclasses.replace(recipe.of("gemm", GemmRecipe), unit=DotUnit.MMA_F16)
+    return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_mma")
 
-    The default configuration has tiles of 16 rows up to 64 tokens; a tuned one may keep them
-    longer, or take other blocks of K.
+
+def recipe_of(tile: Config) -> Recipe:
+    """Return the recipe of a tile by its BLOCK_SIZE_M, _N and _K (128 where it is not said).
+
+    Swap-AB, with the other scale order, is for tiles of less than 64 tokens and 64 columns or more
+    (``enable_swap_ab``).  Triton has WGMMA where the first operand of the dot has 64 rows or more
+    and the second 16 columns, since 3.8 also 8 columns; else the dot is ``mma.sync`` on FP16.
     """
-    rows = config.get("BLOCK_SIZE_M", 16 if case.m <= 64 else 64)
-    recipe = VLLM_TRITON_SWAP if rows < 64 else VLLM_TRITON
-    return (_halved(recipe) if config.get("BLOCK_SIZE_K") == 64 else recipe,)
+    tokens, columns = tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"]
+    swapped = tokens < 64 <= columns
+    first, second = (columns, tokens) if swapped else (tokens, columns)
+    recipe = VLLM_TRITON_SWAP if swapped else VLLM_TRITON
+    if first < 64 or second < _narrowest():
+        recipe = _on_mma(recipe)
+    # the launcher takes no more than a block of the scales
+    return _halved(recipe) if tile.get("BLOCK_SIZE_K") == 64 else recipe
+
+
+def _narrowest() -> int:
+    """Return the columns from which on the installed Triton has WGMMA for a dot of FP8."""
+    try:
+        found = [int(n) for n in version("triton").split(".")[:2]]
+    except (PackageNotFoundError, ValueError):
+        return 16
+    return 8 if found >= [3, 8] else 16
+
+
+def _gemm_recipes(case: Case, device: str, config: Config | Stored) -> tuple[Recipe, ...]:
+    """Return what the tile of a call decides.
+
+    The default configuration has tiles of 16 rows up to 64 tokens, and of 64 columns up to 8; a
+    stored one may keep them longer, or take other ones.
+    """
+    default = {
+        "BLOCK_SIZE_M": 16 if case.m <= 64 else 64, "BLOCK_SIZE_N": 64 if case.m <= 8 else 128,
+    }  # fmt: skip
+    return (recipe_of(default | _changes(config, case.m)),)
+
+
+def _changes(config: Config | Stored, m: int) -> Config:
+    """Return what a configuration has in place of the default's values for ``m`` tokens."""
+    return config.of(m) if isinstance(config, Stored) else config
+
+
+def _stored(case: Case, device: str) -> Mapping[str, Stored]:
+    return read()
 
 
 @register(
     "vllm_fused_moe_fc1", stage="fc1", recipes=_gemm_recipes, supports=_supports_gemm,
     unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
+    stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, first GEMM."""
@@ -76,6 +120,7 @@ def vllm_fused_moe_fc1(call: Call) -> Produced:
 @register(
     "vllm_fused_moe_fc2", stage="fc2", recipes=_gemm_recipes, supports=_supports_gemm,
     unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
+    stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
@@ -94,7 +139,7 @@ def _fused_moe(call: Call, *, weighted: bool) -> Produced:
         demand_contiguous(inputs.weights, "vLLM's fused_moe_kernel reads weights by pair: it")
     experts, n, k = inputs.w.shape
     config = file.get_default_config(case.m, experts, n, k, case.k, "fp8_w8a8", [128, 128])
-    config |= call.config or {}
+    config |= _changes(call.config or {}, case.m)
     slots, owners, padded = aligned(inputs.expert, experts, config["BLOCK_SIZE_M"])
     out = call.new("out", (case.m, case.k, n), (case.k * n, n, 1), torch.bfloat16)
     file.invoke_fused_moe_triton_kernel(

@@ -1,0 +1,66 @@
+"""The configurations that vLLM stores for its grouped GEMM: of an H200, for blocks of 128 x 128.
+
+A file holds an entry for each of some numbers of tokens; a call takes the entry whose number is
+nearest to its own, the smaller of two (``try_get_optimal_moe_config``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from moe_parity.kernels.vendors.vllm import package
+from moe_parity.references.errors import ParityError
+
+FOLDER = "vllm/model_executor/layers/fused_moe/configs"
+FILE = re.compile(
+    r"E=(\d+),N=(\d+),device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=\[128,128\]\.json"
+)
+Config = dict[str, int]
+
+
+class Stored(dict[int, Config]):
+    """One file: number of tokens -> configuration."""
+
+    def of(self, m: int) -> Config:
+        """Return the configuration of a call with ``m`` tokens."""
+        return self[min(sorted(self), key=lambda known: abs(known - m))]
+
+    def edge(self, low: int, high: int) -> int:
+        """Return the smallest number of tokens that takes ``high``'s entry, not ``low``'s."""
+        return next(m for m in range(low, high + 1) if self.of(m) is self[high])
+
+
+def read() -> Mapping[str, Stored]:
+    """Return the files of the located package by name, ``E=256,N=256``; empty where none are.
+
+    Raises ParityError, naming the file, for one that does not hold configurations.
+    """
+    found = package.located()
+    return {} if isinstance(found, str) else read_folder(found.root / FOLDER)
+
+
+@lru_cache(maxsize=4)
+def read_folder(folder: Path) -> Mapping[str, Stored]:
+    """Return the files of a folder, in order of experts and width."""
+    named = [(FILE.fullmatch(path.name), path) for path in folder.glob("*.json")]
+    files = sorted((int(m[1]), int(m[2]), path) for m, path in named if m)
+    return {f"E={experts},N={width}": _read(path) for experts, width, path in files}
+
+
+def _read(path: Path) -> Stored:
+    try:
+        entries = json.loads(path.read_bytes())
+        made = {int(m): dict(entry) for m, entry in entries.items() if m.isdecimal()}
+        whole = all({"BLOCK_SIZE_M", "BLOCK_SIZE_N"} <= entry.keys() for entry in made.values())
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ParityError(f"vLLM's {path.name} cannot be read: {error}") from None
+    if not made or not whole:
+        raise ParityError(
+            f"vLLM's {path.name} must map numbers of tokens to tiles with BLOCK_SIZE_M and "
+            "BLOCK_SIZE_N; it does not."
+        )
+    return Stored(made)
