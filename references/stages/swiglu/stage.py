@@ -189,6 +189,7 @@ class SwigluQuant(Swiglu):
     reads: ClassVar[Reads] = {**Swiglu.reads, **dict.fromkeys(("scale", "layout", "group"))}
     acting: ClassVar[Acting] = {"swiglu_quant": None, "swiglu": None}
     grouped = ("i",)
+    in_two = True
 
     def witness_cases(self) -> Iterator[Case]:
         """Yield every format, with and without a limit."""
@@ -208,9 +209,12 @@ class SwigluQuant(Swiglu):
 
     def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return codes and scales."""
+        return self.finished(case, self.handed_on(case, inputs, recipe), recipe)
+
+    def finished(self, case: Case, handed: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+        """Return the codes and scales of products."""
         part = recipe.of(self.name, QuantRecipe)
-        y = activated(inputs, recipe)
-        out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
+        out = act_quant(handed, part, group=case.group, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
 
     def mistakes(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> Iterator[Mistake]:
@@ -218,8 +222,7 @@ class SwigluQuant(Swiglu):
         part = recipe.of(self.name, QuantRecipe)
 
         def quantized(y: Tensor) -> dict[str, Tensor]:
-            out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
-            return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
+            return self.finished(case, y, recipe)
 
         for wrong in wrongs(inputs, recipe.of("swiglu", SwigluRecipe)):
             yield wrong.mistake(quantized)
