@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ ALIKE = 64
 """Recipes with the same bits that are listed where not all can be."""
 KNOWN = 2048
 """Recipes whose outputs a probe keeps."""
-HANDED = 1 << 24
-"""Elements that a probe keeps of what first steps hand on."""
+HANDED = 256
+"""Tensors between two steps that a probe keeps."""
 Field = tuple[str, str, Decision]
 """Part, attribute and decision."""
 Bits = dict[str, Tensor]
@@ -46,42 +47,48 @@ class Probe:
     case: Case
     inputs: Any
     known: dict[tuple[object, ...], Bits] = field(default_factory=dict)
+    digests: dict[tuple[object, ...], bytes] = field(default_factory=dict)
+    handed: dict[bytes, Tensor] = field(default_factory=dict)
+    """What the first of two steps hands on, by its digest, and that by the step's parts."""
     parts: dict[bytes, tuple[Probe, dict[str, Tensor]]] = field(default_factory=dict)
     muted: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     """Rows on which the first of two steps does not matter, by the decisions it has."""
-    handed: dict[tuple[object, ...], Tensor | None] = field(default_factory=dict)
-    """What the first of two steps hands on, by the parts of a recipe that act in it."""
 
     def bits(self, recipe: Recipe) -> Bits:
         """Return a recipe's outputs as comparable integers, zeros in rows of nobody."""
-        key = tuple(recipe.parts.get(name) for name in self.stage.acting)
+        key: tuple[object, ...] = tuple(recipe.parts.get(name) for name in self.stage.acting)
+        digest = self._digest(key[1:], recipe) if self.stage.in_two else b""
+        if digest:
+            # recipes whose first steps hand the same on differ in the second alone
+            key = key[0], digest
         if key not in self.known:
-            made = self._reference(recipe)
+            if digest:
+                made = self.stage.finished(self.case, self._handed(digest, recipe), recipe)
+            else:
+                made = self.stage.reference(self.case, self.inputs, recipe)
             if len(self.known) >= KNOWN:
                 self.known.clear()
             self.known[key] = self.as_bits(made)
         return self.known[key]
 
-    def _reference(self, recipe: Recipe) -> dict[str, Tensor]:
-        """Return a recipe's outputs; recipes whose first steps agree have them computed once."""
-        handed = self.handed_on(recipe)
-        if handed is None:
-            return self.stage.reference(self.case, self.inputs, recipe)
-        return self.stage.finished(self.case, self.inputs, recipe, handed)
+    def _digest(self, first: tuple[object, ...], recipe: Recipe) -> bytes:
+        """Return a digest of the bits that the first of two steps hands on."""
+        if first not in self.digests:
+            handed = self.stage.handed_on(self.case, self.inputs, recipe)
+            digest = blake2b(handed.contiguous().view(torch.uint8).cpu().numpy().data).digest()
+            self.digests[first] = digest
+            self._keep(digest, handed)
+        return self.digests[first]
 
-    def handed_on(self, recipe: Recipe) -> Tensor | None:
-        """Return what the first of two steps hands on; None where the stage has one."""
-        first = list(self.stage.acting)[1:]
-        if not first:
-            return None
-        key = tuple(recipe.parts.get(name) for name in first)
-        if key not in self.handed:
-            made = self.stage.handed_on(self.case, self.inputs, recipe)
-            kept = 0 if made is None else made.numel() * (len(self.handed) + 1)
-            if kept > HANDED:
-                self.handed.clear()
-            self.handed[key] = made
-        return self.handed[key]
+    def _handed(self, digest: bytes, recipe: Recipe) -> Tensor:
+        if digest not in self.handed:
+            self._keep(digest, self.stage.handed_on(self.case, self.inputs, recipe))
+        return self.handed[digest]
+
+    def _keep(self, digest: bytes, handed: Tensor) -> None:
+        if len(self.handed) >= HANDED:
+            self.handed.clear()
+        self.handed[digest] = handed
 
     def as_bits(self, made: Outputs) -> Bits:
         """Return outputs as comparable integers, zeros in rows of nobody."""
@@ -180,8 +187,9 @@ def explaining(seen: Sequence[Seen]) -> list[Recipe]:
 
 def _narrowed(seen: Seen, alive: list[Recipe], fields: list[Field]) -> list[Recipe]:
     """Return what is left of some recipes, times the options of some decisions."""
+    stage = seen.probe.stage
     parts = list(dict.fromkeys(part for part, _, _ in fields))
-    if len(alive) == 1 and len(parts) > 1 and seen.probe.handed_on(alive[0]) is not None:
+    if len(alive) == 1 and len(parts) > 1 and stage.in_two:
         return _in_two(seen, alive[0], fields)
     for names, own in _phases(seen, fields):
         alive = seen.matching(_product(alive, own), names)
@@ -224,9 +232,7 @@ def _muted(probe: Probe, recipes: Sequence[Recipe]) -> Tensor:
     same: Tensor | None = None
     first: Tensor | None = None
     for recipe in recipes:
-        handed = probe.handed_on(recipe)
-        assert handed is not None
-        bits = comparable(handed)
+        bits = comparable(probe.stage.handed_on(probe.case, probe.inputs, recipe))
         first = bits if first is None else first
         rows = (bits == first).flatten(1).all(1)
         same = rows if same is None else same & rows

@@ -101,6 +101,8 @@ class Stage(ABC, Generic[InputsT]):
     """The sizes that are quantized along a row, in whole groups."""
     partial: ClassVar[bool] = False
     """Whether a kernel may return its last output alone."""
+    in_two: ClassVar[bool] = False
+    """Whether it is two steps: ``finished``, the first part of ``acting``, after ``handed_on``."""
 
     def __str__(self) -> str:
         """Return the name, as it stands in ids and records."""
@@ -243,21 +245,16 @@ class Stage(ABC, Generic[InputsT]):
         """
         return ""
 
-    def handed_on(self, case: Case, inputs: InputsT, recipe: Recipe) -> Tensor | None:
-        """Return what the first of two steps inside hands to the second, [rows, ...], or None.
+    def handed_on(self, case: Case, inputs: InputsT, recipe: Recipe) -> Tensor:
+        """Return what the first of two steps hands to the second, [rows, ...].
 
         Where it is the same whatever the first one's decisions are, outputs tell of the second.
         """
-        return None
+        raise NotImplementedError
 
-    def finished(
-        self, case: Case, inputs: InputsT, recipe: Recipe, handed: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the reference's outputs of the second of two steps, of what the first handed on.
-
-        A stage of one step has none: it raises NotImplementedError.
-        """
-        raise NotImplementedError(f"{self.name} has one step.")
+    def finished(self, case: Case, handed: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+        """Return what the second step makes of what the first one handed on."""
+        raise NotImplementedError
 
     # --- recipes and mistakes --------------------------------------------------------------------
 

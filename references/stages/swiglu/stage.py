@@ -192,6 +192,7 @@ class SwigluQuant(Swiglu):
     reads: ClassVar[Reads] = {**Swiglu.reads, **dict.fromkeys(("scale", "layout", "group"))}
     acting: ClassVar[Acting] = {"swiglu_quant": None, "swiglu": None}
     grouped = ("i",)
+    in_two = True
 
     def witness_cases(self) -> Iterator[Case]:
         """Yield every format, with and without a limit."""
@@ -211,12 +212,10 @@ class SwigluQuant(Swiglu):
 
     def reference(self, case: Case, inputs: GateUpRows, recipe: Recipe) -> dict[str, Tensor]:
         """Return codes and scales."""
-        return self.finished(case, inputs, recipe, activated(inputs, recipe))
+        return self.finished(case, self.handed_on(case, inputs, recipe), recipe)
 
-    def finished(
-        self, case: Case, inputs: GateUpRows, recipe: Recipe, handed: Tensor
-    ) -> dict[str, Tensor]:
-        """Return codes and scales of products."""
+    def finished(self, case: Case, handed: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+        """Return the codes and scales of products."""
         part = recipe.of(self.name, QuantRecipe)
         out = act_quant(handed, part, group=case.group, scale=case.scale, form=case.codes)
         return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
@@ -226,8 +225,7 @@ class SwigluQuant(Swiglu):
         part = recipe.of(self.name, QuantRecipe)
 
         def quantized(y: Tensor) -> dict[str, Tensor]:
-            out = act_quant(y, part, group=case.group, scale=case.scale, form=case.codes)
-            return {"codes": out.codes, "scales": case.scale.seen(out.scales)}
+            return self.finished(case, y, recipe)
 
         for wrong in wrongs(inputs, recipe.of("swiglu", SwigluRecipe)):
             yield wrong.mistake(quantized)
