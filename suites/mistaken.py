@@ -66,11 +66,11 @@ class Setting:
             seen[words] += 1
         return found
 
-    def differing(self, made: Outputs) -> int:
-        """Count the outputs that are not those without a mistake."""
+    def differing(self, made: Outputs, other: Outputs | None = None) -> int:
+        """Count the outputs that are not those without a mistake, or not those of another."""
         live = self.stage.live(self.case, self.inputs)
         total = 0
-        for name, right in self.right.items():
+        for name, right in (self.right if other is None else other).items():
             if name not in made:
                 continue
             if made[name].shape != right.shape:
@@ -80,6 +80,11 @@ class Setting:
             bad = (a != b).view(*right.shape, size).any(-1)
             total += int((bad[live[name]] if name in live else bad).sum())
         return total
+
+    def said_before(self, made: Outputs) -> bool:
+        """Whether a mistake that is tried earlier than the late ones gives the same bits."""
+        early = (mistake for mistake in self.mistakes.values() if not mistake.late)
+        return any(not self.differing(made, mistake.outputs()) for mistake in early)
 
     def remember(self, patch: pytest.MonkeyPatch) -> None:
         """Let the stage make its references and mistakes of these very inputs once.

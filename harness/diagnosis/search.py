@@ -132,14 +132,16 @@ class Search:
                     words = f"the roundings of recipe {other.name} ({', '.join(changed)})"
                     yield self.of_recipe(other, CauseKind.DECISION, other.name, words)
 
-    def mistakes(self, recipe: Recipe) -> Iterator[Hypothesis]:
-        """Yield the mistakes of the stage, on top of a recipe."""
+    def mistakes(self, recipe: Recipe, *, late: bool) -> Iterator[Hypothesis]:
+        """Yield the mistakes of the stage, or its late ones, on top of a recipe."""
         stage, part = self.judged.stage, self.part
         few: dict[tuple[str, str], list[Mistake]] = {}
         if part is not None:
             for made in stage.mistakes(part.case, part.inputs, recipe):
                 few.setdefault((made.name, made.words), []).append(made)
         for mistake in stage.mistakes(self.judged.case, self.judged.inputs, recipe):
+            if mistake.late is not late:
+                continue
             # one mistake may be made in several ways, in the same order here and there
             same = few.get((mistake.name, mistake.words))
             here = same.pop(0).outputs if same and mistake.local else None
@@ -194,7 +196,8 @@ def diagnose(judged: Judged, recipes: tuple[Recipe, ...], recipe: Recipe, want: 
     somewhere: list[Found] = []
     tiers: list[Callable[[], Iterable[Hypothesis]]] = [
         lambda: (h for base in bases for h in search.decisions(base)),
-        lambda: (h for base in bases for h in search.mistakes(base)),
+        lambda: (h for base in bases for h in search.mistakes(base, late=False)),
+        lambda: (h for base in bases for h in search.mistakes(base, late=True)),
         search.named,
         lambda: _affordable(search, bases),
     ]

@@ -27,5 +27,7 @@ class Mistake:
     few: Callable[[Tensor], Mapping[str, Tensor]] | None = None
     """Makes what some units, int64 [U], get of it, as ``Stage.some`` orders them, where a row goes
     wrong by what others hold; None where that takes all outputs, or as much."""
+    late: bool = False
+    """Whether it is tried where no other mistake explains what is seen: one of very many."""
     figures: str = ""
     """The numbers of these very inputs, which a report says behind the words."""

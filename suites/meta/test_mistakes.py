@@ -58,7 +58,8 @@ def test_a_mistake_is_red_and_named(
                 continue
             allowed.add(key)
             made = {} if key in shown else mistake.outputs()
-            if setting.differing(made):
+            # where an earlier one has its bits that one is named, but not in every setting
+            if setting.differing(made) and not (mistake.late and setting.said_before(made)):
                 shown.add(key)
                 with monkeypatch.context() as patch:
                     setting.remember(patch)

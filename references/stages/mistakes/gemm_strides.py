@@ -118,7 +118,7 @@ def of_strides(
     strides = _Strides(inputs=inputs, give=give, widths=widths)
     for number, wrong in enumerate(strides.every):
         yield Mistake(
-            name="row_stride", words=wrong.words, local=False,
+            name="row_stride", words=wrong.words, local=False, late=True,
             figures=f"{wrong.stride} instead of {wrong.right}",
             outputs=partial(strides.whole, wrong), few=partial(strides.few, number),
         )  # fmt: skip

@@ -55,7 +55,7 @@ def misread(
         ):
             made = partial(_with, inputs, field, read)
             yield Mistake(
-                name=NAMES.get(field, "row_stride"), words=words, figures=figures, local=False,
+                name=NAMES.get(field, "row_stride"), words=words, figures=figures, local=False, late=True,
                 outputs=partial(_all, made, give),
                 few=None if some is None else partial(_few, made, give, some),
             )  # fmt: skip

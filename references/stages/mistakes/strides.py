@@ -34,6 +34,8 @@ class Axis:
     """How many elements a stride may be too small or too large by."""
     rounded: bool = False
     """Whether it may be rounded up to a multiple of 4."""
+    zero: bool = True
+    """Whether a stride of 0 is no mistake of another name, such as one row for all."""
 
 
 def other_strides(axis: Axis, stride: int, widths: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -41,16 +43,17 @@ def other_strides(axis: Axis, stride: int, widths: Mapping[str, int]) -> Iterato
 
     ``widths`` are those of other tensors, by what they are called.
     """
-    noun, seen = axis.noun, {stride}
+    noun, seen, article = axis.noun, {stride}, "an" if axis.noun == "expert" else "a"
     tried = [(f"half their {noun} stride", stride // 2), (f"twice their {noun} stride", 2 * stride)]
-    tried.append((f"a {noun} stride of 0", 0))
-    tried += [(f"a {noun} stride of {name}", width) for name, width in widths.items()]
+    if axis.zero:
+        tried.append((f"{article} {noun} stride of 0", 0))
+    tried += [(f"{article} {noun} stride of {name}", width) for name, width in widths.items()]
     if axis.rounded:
         up = -(-stride // FOURS) * FOURS
-        tried.append((f"a {noun} stride that is rounded up to a multiple of {FOURS}", up))
+        tried.append((f"{article} {noun} stride that is rounded up to a multiple of {FOURS}", up))
     for near in axis.near:
-        tried.append((f"a {noun} stride that is {near} too small", stride - near))
-        tried.append((f"a {noun} stride that is {near} too large", stride + near))
+        tried.append((f"{article} {noun} stride that is {near} too small", stride - near))
+        tried.append((f"{article} {noun} stride that is {near} too large", stride + near))
     for words, other in tried:
         if other >= 0 and other not in seen:
             seen.add(other)
@@ -89,18 +92,21 @@ NAMES = {**dict.fromkeys(SCALES, "scale_stride"), "w": "weight_stride"}
 
 def axes_of(field: str, tensor: Tensor) -> tuple[Axis, ...]:
     """Return the dimensions of a field of a stage's inputs whose stride may be wrong."""
+    down, across = tensor.dim() - 2, tensor.dim() - 1
     if field in SCALES:
-        inner, noun = tensor.dim() - 2, "row"
-        if tensor.stride(-1) != 1:
-            inner, noun = inner + 1, "column"
-        own = Axis(noun=noun, dims=(inner,), near=(1,), rounded=True)
-        return (own,) if tensor.dim() == 2 else (own, Axis(noun="expert", dims=(0,), near=()))
+        by_row = tensor.stride(-1) == 1
+        own = Axis(
+            noun="row" if by_row else "column", dims=(down if by_row else across,), near=(1,),
+            rounded=True, zero=by_row and field == "a_scale",
+        )  # fmt: skip
+        expert = Axis(noun="expert", dims=(0,), near=(), zero=False)
+        return (own,) if tensor.dim() == 2 else (own, expert)
     if tensor.stride(-1) != 1:
         return ()
     if tensor.dim() == 2:
-        return (Axis(noun="row", dims=(0,)),)
+        return (Axis(noun="row", dims=(0,), zero=field != "codes"),)
     if field == "rows":
-        return (Axis(noun="token", dims=(0,)), Axis(noun="pair", dims=(1,)))
+        return (Axis(noun="token", dims=(0,)), Axis(noun="pair", dims=(1,), zero=False))
     # a descriptor has the rows of all experts as one matrix
     return (
         Axis(noun="row", dims=(0, 1)), Axis(noun="row", dims=(1,)),
