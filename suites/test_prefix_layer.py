@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from moe_parity.harness.calling import recording
 from moe_parity.harness.checks.compare import comparable
+from moe_parity.references.arithmetic import random_bits
+from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Routing, Values
 from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.references.stages.layer.operands import LayerInputs
+from moe_parity.suites.prefixed import expected, poison, untouched
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 dispatch = pytest.importorskip("moe_parity.kernels.ours.dispatch", reason="needs Triton")
 prefix_sum = pytest.importorskip("moe_parity.kernels.ours.prefix_sum", reason="needs Triton")
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
 
-SMALL = Case(m=6, e=5, k=2, h=256, i=128, values=Values.AIMED)
+SMALL = Case(m=6, e=5, k=2, h=128, i=128, values=Values.AIMED)
 ROUTED: dict[str, tuple[Case, int]] = {
-    "five experts": (SMALL, 128),
+    "five experts": (dataclasses.replace(SMALL, h=256, i=256), 128),
     "empty experts": (dataclasses.replace(SMALL, m=2, e=16), 64),
     "one live row": (dataclasses.replace(SMALL, m=1, k=1), 256),
     "nobody's": (dataclasses.replace(SMALL, m=2, k=1, e=4, routing=Routing.NOBODY), 128),
@@ -71,3 +77,332 @@ def test_the_prefix_sum_path_has_the_bits_of_the_others(
     made = layer_inputs(case, parity_device)
     out = assert_alike(made, alignment, other, **FORMATS[formats]).out
     assert bool(out.any()) == bool((made.expert >= 0).any())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "before": {"limit": 0.5},
+    "after": {"limit": 0.5, "clamp": "after", "power_of_two": True},
+    "alpha_and_beta": {"alpha": 1.702, "beta": 1.0, "limit": 7.0},
+    "limits": {"limit": [0.25, 0.5, 1.0, 2.0, 4.0]},
+    "bias": {},
+    "quantized": {},
+    "out": {"out_dtype": torch.float32},
+    "wide_ids": {"out_dtype": torch.float16},
+    "no_weights": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_prefix_sum_path_takes_what_else_is_asked(name: str, parity_device: str):
+    """Each option changes bits, or is no option of values, and the large path has the same."""
+    made = layer_inputs(dataclasses.replace(SMALL, m=3), parity_device, spoil=False)
+    plain = ran(made, "prefix_sum").out
+    options, batch = dict(OPTIONS[name]), made.batch
+    if name == "limits":
+        options["limit"] = torch.tensor(options["limit"], device=parity_device)
+    if name == "bias":
+        wide = 9.0 * random_bits.normal(5, "bias", 5, 384, device=parity_device)
+        biased = dataclasses.replace(
+            made.experts, bias13=wide[:, :256].contiguous(), bias2=wide[:, 256:].contiguous()
+        )
+        made = dataclasses.replace(made, experts=biased)
+    if name == "wide_ids":
+        made = dataclasses.replace(made, batch=dataclasses.replace(batch, ids=batch.ids.long()))
+    if name == "no_weights":
+        made = dataclasses.replace(made, batch=dataclasses.replace(batch, weights=None))
+    if name == "quantized":
+        first = ran(made, "prefix_sum")
+        quantized = dataclasses.replace(batch, x=first.act_codes)
+        made = dataclasses.replace(made, batch=quantized)
+        options["x_scale"] = first.act_scales
+    if name == "out":
+        room = torch.full((3, 160), 7.0, device=parity_device)
+        options["out"] = room[:, :128]
+    got = assert_alike(made, 64, "large", **options).out
+    same = got.dtype is plain.dtype and torch.equal(comparable(got), comparable(plain))
+    assert same is (name == "quantized")
+    if name == "out":
+        assert got.data_ptr() == room.data_ptr()
+        assert bool((room[:, 128:] == 7.0).all())
+
+
+def test_no_tokens_have_no_prefix_rows(parity_device: str):
+    """The ends are those of no row all the same."""
+    made = layer_inputs(dataclasses.replace(SMALL, m=0), parity_device)
+    assert ran(made, "prefix_sum").out.shape == (0, 128)
+
+
+# --- a call that is recorded once -----------------------------------------------------------------
+
+
+def kept_apart(tape: Any, given: LayerInputs, out: Tensor) -> list[Tensor]:
+    """Return the tensors of a tape's launches that are the call's own: workspaces."""
+    inputs = [*vars(given.batch).values(), *vars(given.experts).values(), out]
+    known = {one.data_ptr() for one in inputs if isinstance(one, Tensor)}
+    found = {
+        arg.data_ptr(): arg
+        for launch in tape.launches for arg in launch.args
+        if isinstance(arg, Tensor) and arg.data_ptr() not in known
+    }  # fmt: skip
+    return list(found.values())
+
+
+REPLAYED = [
+    [[0, 1], [2, 3], [4, 0], [1, 2]],
+    [[-1, -1], [-1, 3], [-1, -1], [-1, -1]],
+    [[-1, 5], [900, -1], [-1, -1], [77, -1]],
+    [[2, 2], [2, 2], [2, 2], [2, 2]],
+    [[4, 0], [-1, 0], [3, 9], [1, 1]],
+]
+"""Every row live, one, none, one expert for all, some."""
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_a_recorded_prefix_sum_call_replays_with_the_routing_as_it_is_then(powers: bool):
+    """Changed ids, ends and counts under one list of launches, all workspaces poisoned before."""
+    made = layer_inputs(dataclasses.replace(SMALL, m=4), spoil=False)
+    batch, experts = made.batch, made.experts
+    ids, x = batch.ids.clone(), batch.x.clone()
+    given = dataclasses.replace(made, batch=dataclasses.replace(batch, ids=ids, x=x))
+    out = torch.empty_like(x)
+    with virtual_gpu.dry(), virtual_gpu.record() as tape:
+        moe.run_moe(x, ids, batch.weights, experts, out=out, path="prefix_sum", power_of_two=powers)
+    names = [item.kernel.__name__ for item in tape.launches]
+    assert names == [
+        "act_quant_kernel", "count_kernel", "ends_kernel", "place_kernel", "copy_kernel",
+        "prefix_gemm_kernel", "prefix_quant_kernel", "prefix_gemm_kernel", "prefix_combine_kernel",
+    ]  # fmt: skip
+    workspaces = kept_apart(tape, given, out)
+    # codes and scales of the input, of the rows, of SwiGLU; ends, places, both products
+    assert len(workspaces) == 10
+    for number, routed in enumerate(REPLAYED):
+        ids.copy_(torch.tensor(routed, dtype=torch.int32))
+        x.copy_(batch.x.roll(number, 0))
+        for tensor in [*workspaces, out]:
+            poison(tensor)
+        tape.replay()
+        want = moe.run_moe(x, ids, batch.weights, experts, path="large", power_of_two=powers)
+        assert torch.equal(comparable(out), comparable(want)), routed
+
+
+def test_what_a_prefix_sum_layer_leaves_alone_in_a_workspace():
+    """Memory of the caller's, poisoned before each of two calls: live rows alone are written."""
+    made = layer_inputs(dataclasses.replace(SMALL, m=4), spoil=False)
+    batch, experts, quant = made.batch, made.experts, ran(made, "prefix_sum")
+    own = prefix_sum.Workspace.empty(8, experts, alignment=32)
+    held = [own.rows.codes, own.rows.scales, own.fc1, own.mid_codes, own.mid_scales, own.fc2]
+    for routed in REPLAYED[1:3]:
+        ids = torch.tensor(routed, dtype=torch.int32)
+        for tensor in (*held, own.rows.ends, own.rows.place):
+            poison(tensor)
+        out = torch.empty_like(batch.x)
+        trace = prefix_sum.run(
+            quant.act_codes, quant.act_scales, ids, batch.weights, experts,
+            prefix_sum.Activation(), out, alignment=32, workspace=own,
+        )  # fmt: skip
+        want = expected(ids.flatten().tolist(), 0, 5, 32)
+        assert (own.rows.ends.tolist(), trace.place.tolist()) == (want.ends, want.place)
+        live = want.live(own.fc1.shape[0])
+        assert all(untouched(tensor, live) for tensor in held)
+        large = moe.run_moe(batch.x, ids, batch.weights, experts, path="large")
+        assert torch.equal(comparable(out), comparable(large))
+
+
+def test_the_prefix_sum_path_looks_at_no_value():
+    made = layer_inputs(SMALL, spoil=False)
+    batch = made.batch
+    for validate in (False, True):
+        with recording.recording(FilePath(prefix_sum.__file__)) as found:
+            moe.run_moe(
+                batch.x, batch.ids, batch.weights, made.experts, path="prefix_sum",
+                validate=validate,
+            )  # fmt: skip
+        assert (found.stops is not None) is validate
+        assert validate or found.waits == []
+
+
+def test_serving_by_prefix_sums_compiles_nothing_after_prewarming():
+    """Every kernel with every compile-time constant of batches of up to 300 tokens."""
+    from moe_parity.kernels.virtual_gpu.specialize import forms
+
+    experts = layer_inputs(SMALL, spoil=False).experts
+
+    def keys(call: Any) -> set[str]:
+        with virtual_gpu.dry(), virtual_gpu.record() as tape:
+            call()
+        return {f"{item.kernel.__name__} {forms(item)}" for item in tape.launches}
+
+    options = {"limit": 7.0, "alignment": 64}
+    warmed = keys(lambda: moe.prewarm(experts, topk=2, paths=("prefix_sum",), **options))
+    for tokens in (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 40, 64, 100, 300):
+        x = torch.zeros((tokens, 128), dtype=torch.bfloat16)
+        ids, weights = torch.zeros((tokens, 2), dtype=torch.int32), torch.ones((tokens, 2))
+        served = keys(
+            lambda x=x, ids=ids, weights=weights: moe.run_moe(
+                x, ids, weights, experts, path="prefix_sum", **options
+            )
+        )
+        assert served <= warmed, f"{tokens} tokens: {sorted(served - warmed)}"
+
+
+def test_prewarming_warms_the_paths_that_are_named(monkeypatch: pytest.MonkeyPatch):
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(moe, "run_moe", lambda *_, **given: calls.append(given))
+    experts = layer_inputs(SMALL, spoil=False).experts
+    named = {"paths": iter(("large", "prefix_sum")), "alignment": 32, "gemm": "deepgemm"}
+    assert moe.prewarm(experts, topk=1, tokens=(1, 2), **named) == 4
+    own = {"alignment": 32, "gemm": "deepgemm"}
+    assert [(str(c["path"]), {k: c[k] for k in own if k in c}) for c in calls] == [
+        ("large", {}), ("prefix_sum", own),
+    ] * 2  # fmt: skip
+    with pytest.raises(ParityError, match="prewarm: paths must be one of"):
+        moe.prewarm(experts, topk=1, paths=("fast",))
+
+
+# --- what it applies to ---------------------------------------------------------------------------
+
+PLAIN = dispatch.Request(tokens=1, dtype=torch.bfloat16)
+BROKEN: dict[str, dict[str, Any]] = {
+    "weights": {"weights": (torch.bfloat16, torch.float32)},
+    "activation": {"activation": "relu2"},
+    "dtype": {"dtype": torch.float16},
+    "lora": {"has_lora": True},
+    "fused": {"fused": False},
+    "bias": {"has_bias": True, "gemm": dispatch.Gemm.DEEPGEMM},
+    "sizes": {"width": 192},
+    "experts": {"experts": 0},
+    "alignment": {"alignment": 48},
+}
+MET: dict[str, list[dict[str, Any]]] = {
+    "weights": [{}],
+    "activation": [{"activation": "swiglu_alpha_beta"}, {"has_tensor_clamp": True}],
+    "dtype": [{"dtype": torch.uint8, "is_quantized": True}],
+    "lora": [{}],
+    "fused": [{}],
+    "bias": [{"has_bias": True}, {"gemm": dispatch.Gemm.DEEPGEMM}],
+    "out": [{"has_out": True}],
+    "tokens": [{"tokens": 0}, {"tokens": 4096}],
+    "sizes": [{"hidden": 7168, "width": 2048}, {"hidden": 128, "width": 128}],
+    "experts": [{"experts": 1}, {"experts": 257}],
+    "alignment": [{"alignment": n} for n in (16, 32, 64, 128, 256)],
+}
+
+
+@pytest.mark.parametrize("rule", dispatch.prefix_rules(PLAIN), ids=lambda rule: rule.name)
+def test_each_row_of_the_prefix_sum_table_decides_alone(rule: Any):
+    """What breaks it breaks no other one, and is refused by its words; what it takes is taken."""
+    for change in MET[rule.name]:
+        choice = dispatch.choose(dataclasses.replace(PLAIN, **change), "prefix_sum")
+        assert choice.reason == "the prefix_sum path was asked for."
+    if not rule.otherwise:
+        assert rule.name not in BROKEN
+        return
+    request = dataclasses.replace(PLAIN, **BROKEN[rule.name])
+    assert [r.name for r in dispatch.prefix_rules(request) if not r.holds] == [rule.name]
+    with pytest.raises(ParityError) as refused:
+        dispatch.choose(request, "prefix_sum")
+    assert str(refused.value) == f"run_moe: the prefix-sum path does not apply: {rule.otherwise}."
+    assert rule.otherwise in dispatch.prefix_table()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lora": object()}, "does not apply: LoRA"),
+        ({"fused": False}, "does not apply: SwiGLU and its quantization are asked for apart"),
+        ({"alignment": 100}, "does not apply: the alignment is none of 16, 32, 64, 128, 256"),
+        ({"gemm": "deepgemm", "bias": True}, "does not apply: the experts have a bias, which Deep"),
+        ({"gemm": "cublas"}, "run_moe: gemm must be one of 'ours', 'deepgemm', got 'cublas'"),
+        ({"path": "large", "alignment": 64}, "'ours' and an alignment of 64 are the prefix-sum"),
+        ({"path": None, "gemm": "deepgemm"}, "gemm = 'deepgemm' and an alignment of 128 are the"),
+        ({"half": True}, "does not apply: the input is not BF16"),
+        ({"wide": True}, "does not apply: the weights are not block-FP8"),
+        ({"narrow": True}, "does not apply: H and I must be positive multiples of 128"),
+    ],
+)
+def test_what_a_prefix_sum_call_is_refused(changes: dict[str, Any], sentence: str):
+    made = layer_inputs(SMALL, spoil=False)
+    given, experts, x = dict(changes), made.experts, made.batch.x
+    if given.pop("bias", False):
+        experts = dataclasses.replace(experts, bias13=torch.zeros(5, 256))
+    if given.pop("half", False):
+        x = x.half()
+    if given.pop("wide", False):
+        experts = dataclasses.replace(experts, w13_scale=experts.w13_scale.bfloat16())
+    if given.pop("narrow", False):
+        experts = dataclasses.replace(experts, w2=experts.w2[:, :, :100])
+    with pytest.raises(ParityError, match=sentence):
+        moe.run_moe(x, made.batch.ids, None, experts, **{"path": "prefix_sum", **given})
+
+
+def test_the_prefix_sum_path_is_taken_only_where_it_is_asked_for():
+    made = layer_inputs(SMALL, spoil=False)
+    for tokens in (1, 32, 33, 4096):
+        x = torch.empty((tokens, 128), dtype=torch.bfloat16)
+        assert moe.plan(x, made.experts).path is not dispatch.Path.PREFIX_SUM
+    choice = moe.plan(x, made.experts, path="prefix_sum", alignment=16)
+    assert choice.path is dispatch.Path.PREFIX_SUM
+
+
+# --- DeepGEMM's GEMMs -----------------------------------------------------------------------------
+
+
+def test_deepgemm_is_asked_for_where_it_cannot_run_in_one_sentence():
+    from moe_parity.kernels.vendors.deepgemm import api
+
+    missing = api.unavailable()
+    if missing is None:
+        pytest.skip("DeepGEMM runs here; the tests of the second seed run it")
+    made = layer_inputs(SMALL, spoil=False)
+    with pytest.raises(ParityError) as refused:
+        ran(made, "prefix_sum", gemm="deepgemm")
+    assert str(refused.value) == f"run_moe: gemm='deepgemm' cannot run here: {missing}"
+
+
+@pytest.mark.parametrize("alignment", [64, 128])
+def test_deepgemm_gets_the_prefix_rows_as_they_are(alignment: int, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in that checks its operands as the adapter does and writes what DeepGEMM writes.
+
+    In the padding of a slab of 64 rows whose first is live that is anything, in the rest of its
+    tile zeros; nothing of it may reach the output.
+    """
+    from moe_parity.kernels.vendors.deepgemm import api
+
+    made = layer_inputs(SMALL, spoil=False)
+    seen = []
+
+    def grouped(
+        a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, out: Tensor, layout: Tensor,
+        *, psum: bool, align: int,
+    ) -> None:  # fmt: skip
+        api.check_operands(a, a_scale, w, w_scale)
+        seen.append((psum, align))
+        start = 0
+        for end in layout.tolist():
+            stop = start + -(-(end - start) // align) * align
+            for slab in range(start, stop, 64):
+                out[slab : slab + 64] = float("nan") if slab < end else 0.0
+            start = stop
+        prefix_sum.prefix_gemm(a, a_scale, w, w_scale, layout, alignment=align, out=out)
+
+    monkeypatch.setattr(api, "unavailable", lambda: None)
+    monkeypatch.setattr(api, "grouped", grouped)
+    want = ran(made, "large").out
+    got = ran(made, "prefix_sum", gemm="deepgemm", alignment=alignment).out
+    assert torch.equal(comparable(got), comparable(want))
+    assert seen == [(True, alignment)] * 2
+    empty = layer_inputs(dataclasses.replace(SMALL, m=0), spoil=False)
+    assert ran(empty, "prefix_sum", gemm="deepgemm").out.shape == (0, 128)
+    assert len(seen) == 2
+
+
+def test_deepgemm_takes_scales_as_tma_reads_them_and_no_other_columns():
+    from moe_parity.kernels.vendors.deepgemm import api
+
+    a, w = torch.zeros((6, 256), dtype=torch.uint8), torch.zeros((1, 128, 256), dtype=torch.uint8)
+    w_scale = torch.ones((1, 1, 2))
+    for strides in ((2, 1), (1, 8)):
+        api.check_operands(a, torch.empty_strided((6, 2), strides), w, w_scale)
+    for strides in ((1, 6), (1, 12)):
+        with pytest.raises(ParityError, match=r"a_scale must be .* with contiguous rows"):
+            api.check_operands(a, torch.empty_strided((6, 2), strides), w, w_scale)
