@@ -50,7 +50,8 @@ def empty(ids: Tensor, width: int, alignment: int, layout: str = "tma") -> Any:
 
 def quantized(tokens: int, width: int, device: str, scale: str = "fp32") -> tuple[Tensor, Tensor]:
     x = f32_to_bf16(3.0 * random_bits.normal(5, "x", tokens, width, device=device))
-    return quant.act_quant(x, scale=scale)
+    codes, scales = quant.act_quant(x, scale=scale)
+    return codes, scales
 
 
 def words_of(scales: Tensor) -> Tensor:
@@ -184,8 +185,7 @@ def owned(place: list[int]) -> list[int]:
     ("name", "block", "biased"),
     [
         ("every", 16, False), ("tiles", 16, True), ("one", 64, False), ("none", 16, False),
-        ("gaps", 64, False), ("gaps", 128, True), ("wide", 32, False), ("halves", 32, False),
-        ("gaps", None, False), ("tiles", None, False),
+        ("gaps", 128, True), ("wide", 32, False), ("halves", 32, False), ("gaps", None, False),
     ],
 )  # fmt: skip
 def test_a_prefix_gemm_has_the_bits_of_the_routed_one_in_live_rows_alone(
@@ -230,12 +230,12 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("name", "scale", "group", "options"), ASKED)
-@pytest.mark.parametrize("programs", [1, 528])
 def test_a_prefix_swiglu_quant_has_the_bits_of_the_routed_one_in_live_rows_alone(
-    name: str, scale: ScaleFormat, group: int, options: dict[str, Any], programs: int,
+    name: str, scale: ScaleFormat, group: int, options: dict[str, Any],
     parity_device: str,
 ):  # fmt: skip
     """Any number of programs shares the tiles; 5 groups of 64 leave bytes that are none's."""
+    programs = 528 if name == "every" else 3
     experts, alignment = LAID[name]
     width = 320 if group == 64 else 256
     options = dict(options)

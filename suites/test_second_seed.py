@@ -29,7 +29,7 @@ prefix_sum = pytest.importorskip("moe_parity.kernels.ours.prefix_sum", reason="n
 arms = pytest.importorskip("moe_parity.suites.perf.prefix_arms", reason="needs Triton")
 
 FORMATS = (ScaleFormat.FP32, ScaleFormat.UE8M0)
-SMALL = Case(e=4, k=2, h=256, i=256, values=Values.AIMED)
+SMALL = Case(e=4, k=2, h=256, i=128, values=Values.AIMED)
 CAPACITIES = {"seed_benchmark": ((512, 16), (512, 512), (4096, 4096)),
               "glm_5_3_tp8": tuple((m, m) for m in (1, 4, 33, 256, 1024, 4096))}  # fmt: skip
 """The shape, and tokens with how many of them are live."""
@@ -47,7 +47,8 @@ def sized(shape: str, device: str) -> Iterator[LayerInputs]:
         made = layer_inputs(case, device, spoil=False)
         dead = torch.arange(case.m, device=device) % (case.m // live) != 0
         ids = made.batch.ids.masked_fill(dead[:, None], -1)
-        for scale in FORMATS:
+        few = device == "cpu" and shape != "seed_benchmark"
+        for scale in FORMATS[:1] if few else FORMATS:
             asked = dataclasses.replace(made.asked, scale=scale, mid=scale)
             batch = dataclasses.replace(made.batch, ids=ids)
             yield dataclasses.replace(made, batch=batch, asked=asked)
@@ -60,7 +61,8 @@ def stages(made: LayerInputs, **options: Any) -> Trace:
         batch.x, batch.ids, batch.weights, made.experts, path="prefix_sum",
         power_of_two=made.asked.scale.is_power_of_two, **options,
     )  # fmt: skip
-    return prefix_sum.in_pair_order(ran)
+    found: Trace = prefix_sum.in_pair_order(ran)
+    return found
 
 
 def where(made: LayerInputs) -> str:
