@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import ScaleFormat, f32_to_bf16
@@ -27,6 +28,7 @@ from moe_parity.kernels.ours import torch_product as product  # noqa: E402
 from moe_parity.suites.test_fusion import (  # noqa: E402
     OPTIONS,
     QUANT,
+    SWIGLU,
     WIDTH,
     Model,
     Outputs,
@@ -126,9 +128,13 @@ def written_afterwards(rows: Tensor) -> Outputs:
     return QUANT(y, *PLAIN)
 
 
+def our_op_in_torchs_form(rows: Tensor) -> Outputs:
+    return QUANT(SWIGLU(rows, None, 0, 1, "none", 0.0, None, 1.0, 0.0, "torch"), *PLAIN)
+
+
 FUSED = [
     by_slices, up_first, by_chunk, by_split, by_tensor_split, by_sections, as_aten_ops,
-    a_part_of_a_larger_tensor, written_afterwards,
+    a_part_of_a_larger_tensor, written_afterwards, our_op_in_torchs_form,
 ]  # fmt: skip
 
 
@@ -183,7 +189,7 @@ def test_inductors_graph_after_the_gradients_is_left_alone_with_a_reason(
     class LookedAt(Exception):
         pass
 
-    class Pass(fusion.CustomGraphPass):
+    class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             made(graph)
             raise LookedAt
@@ -380,6 +386,34 @@ def a_view_is_written_after_silu(rows: Tensor) -> Outputs:
     return QUANT(s * up, *PLAIN)
 
 
+def up_is_assigned_after_silu(rows: Tensor) -> Outputs:
+    gate, up = rows.chunk(2, 1)
+    s = silu(gate)
+    rows[1:, WIDTH:] = 0.5
+    return QUANT(s * up, *PLAIN)
+
+
+def up_is_written_by_an_op_after_silu(rows: Tensor) -> Outputs:
+    gate, up = rows.chunk(2, 1)
+    s = silu(gate)
+    torch.ops.aten.mul_.Tensor(up, 3)
+    return QUANT(s * up, *PLAIN)
+
+
+def up_is_an_output_after_silu(rows: Tensor) -> Outputs:
+    gate, up = rows.chunk(2, 1)
+    s = silu(gate)
+    torch.mul(gate, 3, out=up)
+    return QUANT(s * up, *PLAIN)
+
+
+def up_is_written_by_silu_after_silu(rows: Tensor) -> Outputs:
+    gate, up = rows.chunk(2, 1)
+    s = silu(gate)
+    silu(up, inplace=True)
+    return QUANT(s * up, *PLAIN)
+
+
 SAID: dict[Model, list[str]] = {
     second_half_first: [product.HALVES],
     short_slices: [product.HALVES],
@@ -408,6 +442,10 @@ SAID: dict[Model, list[str]] = {
     silu_in_place: [product.IN_PLACE],
     up_is_written_after_silu: [product.WRITTEN],
     a_view_is_written_after_silu: [product.WRITTEN],
+    up_is_assigned_after_silu: [product.WRITTEN],
+    up_is_written_by_an_op_after_silu: [product.WRITTEN],
+    up_is_an_output_after_silu: [product.WRITTEN],
+    up_is_written_by_silu_after_silu: [product.WRITTEN],
 }
 """What is said of each in Dynamo's graph; nothing where the product is not what is quantized."""
 
@@ -443,11 +481,12 @@ def test_halves_are_known_by_their_memory():
     gate, up = rows.chunk(2, 1)
     assert product._are_halves(rows, gate, up)
     copy = torch.empty_strided(gate.shape, gate.stride(), dtype=gate.dtype).copy_(gate)
-    odd = some_rows(2, "cpu")[:, 1:].contiguous()
+    two = some_rows(2, "cpu")
+    odd, lines = two[:, 1:].contiguous(), two.view(4, WIDTH)
     for wrong in (
         (rows, copy, up), (rows, gate, torch._neg_view(up)), (rows, gate, gate), (rows, up, gate),
         (rows[0], gate[0], up[0]), (odd, odd[:, :255], odd[:, 255:510]),
-        (rows, gate[:, :128], up[:, :128]),
+        (rows, gate[:, :128], up[:, :128]), (two, lines[:2], lines[1:3]),
     ):  # fmt: skip
         assert not product._are_halves(*wrong)
 
