@@ -403,7 +403,7 @@ def up_is_written_by_an_op_after_silu(rows: Tensor) -> Outputs:
 def up_is_an_output_after_silu(rows: Tensor) -> Outputs:
     gate, up = rows.chunk(2, 1)
     s = silu(gate)
-    torch.mul(gate, 3, out=up)
+    torch.mul(rows, 3, out=rows)
     return QUANT(s * up, *PLAIN)
 
 
