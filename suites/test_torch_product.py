@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import ScaleFormat, f32_to_bf16
@@ -24,20 +25,33 @@ fusion = pytest.importorskip("moe_parity.kernels.ours.fusion", reason="needs Tri
 virtual_gpu = pytest.importorskip("moe_parity.kernels.virtual_gpu", reason="needs Triton")
 
 from moe_parity.kernels.ours import torch_product as product  # noqa: E402
+from moe_parity.suites.product_graphs import (  # noqa: E402
+    FUSED,
+    PLAIN,
+    SAID,
+    a_part_of_a_larger_tensor,
+    a_view_is_written_after_silu,
+    by_slices,
+    product_is_changed,
+    rounded_once,
+    second_half_first,
+    second_half_first_by_slices,
+    silu_in_place,
+    silu_is_changed,
+    up_is_written_after_silu,
+)
 from moe_parity.suites.test_fusion import (  # noqa: E402
     OPTIONS,
     QUANT,
     WIDTH,
     Model,
     Outputs,
-    both,
     compiled,
     differing,
     dropping,
 )
 
 silu = torch.nn.functional.silu
-PLAIN = (128, "fp32", "row")
 
 
 @pytest.fixture
@@ -77,59 +91,6 @@ GRAPHS = {"dynamo": in_dynamos_graph, "functional": compiled}
 
 
 # --- what is fused --------------------------------------------------------------------------------
-
-
-def by_slices(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, :WIDTH]) * rows[:, WIDTH:], *PLAIN)
-
-
-def up_first(rows: Tensor) -> Outputs:
-    return QUANT(rows[..., WIDTH:] * silu(rows[..., :WIDTH]), *PLAIN)
-
-
-def by_chunk(rows: Tensor) -> Outputs:
-    gate, up = rows.chunk(2, -1)
-    return QUANT(torch.mul(silu(gate), up), *PLAIN)
-
-
-def by_split(rows: Tensor) -> Outputs:
-    gate, up = torch.split(rows, WIDTH, dim=-1)
-    return QUANT(up.mul(silu(gate, inplace=False)), *PLAIN)
-
-
-def by_tensor_split(rows: Tensor) -> Outputs:
-    gate, up = torch.tensor_split(rows, 2, 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def by_sections(rows: Tensor) -> Outputs:
-    gate, up = rows.split([WIDTH, WIDTH], 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def as_aten_ops(rows: Tensor) -> Outputs:
-    aten = torch.ops.aten
-    gate, up = aten.slice(rows, 1, 0, WIDTH), aten.slice(rows, 1, WIDTH)
-    return torch.ops.moe_parity.act_quant(aten.mul(aten.silu(gate), up), *PLAIN)
-
-
-def a_part_of_a_larger_tensor(rows: Tensor) -> Outputs:
-    """Rows that are whole do not start where their memory does."""
-    gate, up = rows[2:].chunk(2, 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def written_afterwards(rows: Tensor) -> Outputs:
-    """Put the fused op where the product stood, and it reads what that read."""
-    y = silu(rows[:, :WIDTH]) * rows[:, WIDTH:]
-    rows.mul_(3)
-    return QUANT(y, *PLAIN)
-
-
-FUSED = [
-    by_slices, up_first, by_chunk, by_split, by_tensor_split, by_sections, as_aten_ops,
-    a_part_of_a_larger_tensor, written_afterwards,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -183,7 +144,7 @@ def test_inductors_graph_after_the_gradients_is_left_alone_with_a_reason(
     class LookedAt(Exception):
         pass
 
-    class Pass(fusion.CustomGraphPass):
+    class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             made(graph)
             raise LookedAt
@@ -244,174 +205,6 @@ def test_torchs_product_in_a_cuda_graph_has_the_bits_of_eager_mode(scale: str, p
 # --- what is not ----------------------------------------------------------------------------------
 
 
-def second_half_first(rows: Tensor) -> Outputs:
-    up, gate = rows.chunk(2, -1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def short_slices(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, :128]) * rows[:, WIDTH : WIDTH + 128], *PLAIN)
-
-
-def neighbours(rows: Tensor) -> Outputs:
-    """Cut the shape of halves in another place."""
-    return QUANT(silu(rows[:, 128 : WIDTH + 128]) * rows[:, WIDTH:], *PLAIN)
-
-
-def every_other_column(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, ::2]) * rows[:, 1::2], *PLAIN)
-
-
-def every_other_row(rows: Tensor) -> Outputs:
-    gate, up = rows[::2].chunk(2, 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def halves_of_the_rows(rows: Tensor) -> Outputs:
-    gate, up = rows[:4].chunk(2, 0)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def columns_that_are_rows(rows: Tensor) -> Outputs:
-    gate, up = rows.t().contiguous().t().chunk(2, 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def rows_with_gaps(rows: Tensor) -> Outputs:
-    gate, up = torch.cat((rows, rows), 1)[:, : 2 * WIDTH].chunk(2, 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def three_dimensions(rows: Tensor) -> Outputs:
-    pairs = rows.view(5, 2, WIDTH)
-    return QUANT(silu(pairs[:, 0]) * pairs[:, 1], *PLAIN)
-
-
-def batched_rows(rows: Tensor) -> Outputs:
-    """Quantized through a view."""
-    gate, up = rows.view(1, 5, 2 * WIDTH).chunk(2, -1)
-    return QUANT((silu(gate) * up).view(5, WIDTH), *PLAIN)
-
-
-def a_copy_of_the_gate(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, list(range(WIDTH))]) * rows[:, WIDTH:], *PLAIN)
-
-
-def one_column_of_up(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, :WIDTH]) * rows[:, WIDTH : WIDTH + 1], *PLAIN)
-
-
-def up_of_another_tensor(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, :WIDTH]) * (rows + 1)[:, WIDTH:], *PLAIN)
-
-
-def gate_and_gate(rows: Tensor) -> Outputs:
-    gate = rows[:, :WIDTH]
-    return QUANT(silu(gate) * gate, *PLAIN)
-
-
-def clamped_gate(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, :WIDTH].clamp(max=1.0)) * rows[:, WIDTH:], *PLAIN)
-
-
-def clamped_product(rows: Tensor) -> Outputs:
-    return QUANT((silu(rows[:, :WIDTH]) * rows[:, WIDTH:]).clamp(-1.0, 1.0), *PLAIN)
-
-
-def in_half(rows: Tensor) -> Outputs:
-    gate, up = rows.half().chunk(2, 1)
-    return QUANT(silu(gate) * up, *PLAIN)
-
-
-def rounded_once(rows: Tensor) -> Outputs:
-    """In fp32 up to the product: other bits than torch's form has."""
-    gate, up = rows.chunk(2, 1)
-    return QUANT(silu(gate.float()) * up.float(), *PLAIN)
-
-
-def another_activation(rows: Tensor) -> Outputs:
-    gate, up = rows.chunk(2, 1)
-    return QUANT(torch.nn.functional.gelu(gate) * up, *PLAIN)
-
-
-def silu_is_needed(rows: Tensor) -> Outputs:
-    s = silu(rows[:, :WIDTH])
-    return (*both(QUANT(s * rows[:, WIDTH:], *PLAIN)), s)
-
-
-def product_is_needed(rows: Tensor) -> Outputs:
-    """LoRA adds to the BF16 activation."""
-    y = silu(rows[:, :WIDTH]) * rows[:, WIDTH:]
-    return (*both(QUANT(y, *PLAIN)), y)
-
-
-def product_is_quantized_twice(rows: Tensor) -> Outputs:
-    y = silu(rows[:, :WIDTH]) * rows[:, WIDTH:]
-    return (*both(QUANT(y, *PLAIN)), *both(QUANT(y, 64, "ue8m0", "row")))
-
-
-def product_is_changed(rows: Tensor) -> Outputs:
-    y = silu(rows[:, :WIDTH]) * rows[:, WIDTH:]
-    y.mul_(0.75)
-    return QUANT(y, *PLAIN)
-
-
-def silu_is_changed(rows: Tensor) -> Outputs:
-    s = silu(rows[:, :WIDTH])
-    s.mul_(0.75)
-    return QUANT(s * rows[:, WIDTH:], *PLAIN)
-
-
-def silu_in_place(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, :WIDTH], inplace=True) * rows[:, WIDTH:], *PLAIN)
-
-
-def up_is_written_after_silu(rows: Tensor) -> Outputs:
-    """Neither place is right for one op: SiLU reads before, the product after."""
-    s = silu(rows[:, :WIDTH])
-    rows.mul_(3)
-    return QUANT(s * rows[:, WIDTH:], *PLAIN)
-
-
-def a_view_is_written_after_silu(rows: Tensor) -> Outputs:
-    gate, up = rows.chunk(2, 1)
-    s = silu(gate)
-    rows[1:, WIDTH:].fill_(0.5)
-    return QUANT(s * up, *PLAIN)
-
-
-SAID: dict[Model, list[str]] = {
-    second_half_first: [product.HALVES],
-    short_slices: [product.HALVES],
-    neighbours: [product.HALVES],
-    every_other_column: [product.HALVES],
-    every_other_row: [product.HALVES],
-    halves_of_the_rows: [product.HALVES],
-    columns_that_are_rows: [product.HALVES],
-    rows_with_gaps: [product.HALVES],
-    three_dimensions: [product.HALVES],
-    batched_rows: [],
-    a_copy_of_the_gate: [product.HALVES],
-    one_column_of_up: [product.HALVES],
-    up_of_another_tensor: [product.HALVES],
-    gate_and_gate: [product.HALVES],
-    clamped_gate: [product.HALVES],
-    clamped_product: [],
-    in_half: [product.DTYPE],
-    rounded_once: [product.DTYPE],
-    another_activation: [],
-    silu_is_needed: [product.ELSEWHERE],
-    product_is_needed: [product.ELSEWHERE],
-    product_is_quantized_twice: [product.ELSEWHERE] * 2,
-    product_is_changed: [product.ELSEWHERE],
-    silu_is_changed: [product.ELSEWHERE],
-    silu_in_place: [product.IN_PLACE],
-    up_is_written_after_silu: [product.WRITTEN],
-    a_view_is_written_after_silu: [product.WRITTEN],
-}
-"""What is said of each in Dynamo's graph; nothing where the product is not what is quantized."""
-
-
 @pytest.mark.parametrize("f", SAID, ids=lambda f: f.__name__)
 def test_torchs_product_is_left_alone(f: Model, rows: Tensor):
     """The bits stay, and where it is a near miss there is a reason."""
@@ -443,11 +236,12 @@ def test_halves_are_known_by_their_memory():
     gate, up = rows.chunk(2, 1)
     assert product._are_halves(rows, gate, up)
     copy = torch.empty_strided(gate.shape, gate.stride(), dtype=gate.dtype).copy_(gate)
-    odd = some_rows(2, "cpu")[:, 1:].contiguous()
+    two = some_rows(2, "cpu")
+    odd, lines = two[:, 1:].contiguous(), two.view(4, WIDTH)
     for wrong in (
         (rows, copy, up), (rows, gate, torch._neg_view(up)), (rows, gate, gate), (rows, up, gate),
         (rows[0], gate[0], up[0]), (odd, odd[:, :255], odd[:, 255:510]),
-        (rows, gate[:, :128], up[:, :128]),
+        (rows, gate[:, :128], up[:, :128]), (two, lines[:2], lines[1:3]),
     ):  # fmt: skip
         assert not product._are_halves(*wrong)
 
@@ -486,10 +280,6 @@ def test_one_rounding_shows_in_many_codes(rows: Tensor):
         want = eager(f, rows, 128, str(scale), "row")
         got = wrongly(f, rows, "form", "ours")
         assert int((got[0] != want[0]).sum()) > 20
-
-
-def second_half_first_by_slices(rows: Tensor) -> Outputs:
-    return QUANT(silu(rows[:, WIDTH:]) * rows[:, :WIDTH], *PLAIN)
 
 
 def test_a_fusion_that_takes_any_two_parts_for_halves_is_red(

@@ -127,7 +127,8 @@ def silu_mul_quant(
     or ``after`` it.  The product is rounded to BF16 once; ``form`` "torch" rounds SiLU too, with
     the bits of torch's own ``silu(gate) * up`` on a GPU, and takes no limit, alpha or beta.
     ``with_activation`` returns the product as well.  Groups have any size, the last one may be
-    ragged; formats, layouts and their padding are those of :func:`moe_parity.kernels.ours.activation.swiglu_quant`, the recipe is ``ours``, or
+    ragged; formats, layouts and their padding are those of
+    :func:`moe_parity.kernels.ours.activation.swiglu_quant`, the recipe is ``ours``, or
     ``torch_silu_and_mul``.  Where :data:`FALLBACKS` has a reason the call runs unfused, with the
     same bits.  Raises ParityError, in a sentence, for anything else.
     """
