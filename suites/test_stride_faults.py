@@ -58,7 +58,7 @@ GEMMS = {
     "a's one group short": ("fc2", A_ROW, lambda s: s - 128, "row", "row stride that is 128 too"),
     "the output's for a's": ("fc2", A_ROW, lambda _: 128, "row", "a row stride of N (128 instead"),
     "one too few of a's scales": ("fc2", A_SCALE_ROW, lambda s: s - 1, "scale", "is 1 too small"),
-    "the first of a's scales": ("fc1", A_SCALE_ROW, lambda _: 0, "scale", "a row stride of 0"),
+    "half of a's scales": ("fc1", A_SCALE_ROW, lambda s: s // 2, "scale", "half their row stride"),
     "columns of a's scales": (
         "fc1", A_SCALE_COLUMN, lambda s: s - 1, "scale", "column stride that is 1 too small"
     ),
