@@ -11,7 +11,7 @@ import pytest
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import find
-from moe_parity.references.arithmetic.formats import ScaleLayout
+from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language import Case, Check, Contract, Hazard, Values
 
 steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
@@ -105,3 +105,53 @@ def test_an_activation_that_reads_rows_at_another_stride_is_red_and_named(
     red = judged(name, GATE)
     assert "row_stride" in red.causes, red.message
     assert said in red.message.lower()
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+TMA = dataclasses.replace(GATE, m=30, layout=ScaleLayout.TMA)
+STORED = {
+    "rows not rounded up": (TMA, lambda s: s - 2, "30 instead of 32"),
+    "one too small": (TMA, lambda s: s - 1, "31 instead of 32"),
+    "packed, rows not rounded up": (
+        dataclasses.replace(TMA, i=1024, scale=ScaleFormat.UE8M0_PACKED), lambda s: s - 2,
+        "30 instead of 32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", STORED)
+def test_scales_that_are_stored_at_a_smaller_stride_are_unwritten_and_named(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, change, said = STORED[wrong]
+    launched(activation, "swiglu_quant_kernel", -1, 1, lambda s: [change(s[0])], monkeypatch)
+    red = judged("ours_swiglu_quant", case)
+    assert {"unwritten", "scale_stride"} <= set(red.causes), red.message
+    assert f": scales stored at a column stride of {said}" in red.message
+
+
+@pytest.mark.parametrize("layout", [ScaleLayout.ROW, ScaleLayout.COLUMN])
+def test_scales_that_are_stored_over_one_another_are_a_race(
+    layout: ScaleLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = 0 if layout is ScaleLayout.ROW else 1
+    half = at(place, lambda s: s // 2)
+    launched(activation, "swiglu_quant_kernel", -2, 2, half, monkeypatch)
+    red = judged("ours_swiglu_quant", dataclasses.replace(GATE, layout=layout))
+    assert red.cause == "race", red.message
+    assert "of scales_ptr" in red.message
+
+
+def test_a_scale_that_is_left_unwritten_for_another_reason_has_no_stride(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer programs than rows: what is stored lies where it should."""
+    plain = activation.dispatch
+
+    def dispatch(launch: Any, grid: Any, *args: Any, **options: Any) -> Any:
+        return plain(launch, (grid[0] - 1, grid[1]), *args, **options)
+
+    monkeypatch.setattr(activation, "dispatch", dispatch)
+    red = judged("ours_swiglu_quant", TMA)
+    assert red.causes == ("unwritten",), red.message
