@@ -13,6 +13,7 @@ from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import find
 from moe_parity.references.arithmetic.formats import ScaleFormat, ScaleLayout
 from moe_parity.references.language import Case, Check, Contract, Hazard, Values
+from moe_parity.suites.mistaken import settings
 
 steps = pytest.importorskip("moe_parity.kernels.ours.steps", reason="needs Triton")
 activation = pytest.importorskip("moe_parity.kernels.ours.activation", reason="needs Triton")
@@ -105,6 +106,20 @@ def test_an_activation_that_reads_rows_at_another_stride_is_red_and_named(
     red = judged(name, GATE)
     assert "row_stride" in red.causes, red.message
     assert said in red.message.lower()
+
+
+@pytest.mark.parametrize("stage", ["act_quant", "fc2", "combine"])
+def test_a_stride_is_named_from_the_output_of_a_layer_alone(stage: str) -> None:
+    (setting,) = settings()["layer"]
+    key = next(
+        key
+        for key, mistake in setting.mistakes.items()
+        if mistake.late and key[1].endswith(f"(its {stage})") and "too small" in key[1]
+    )
+    red = setting.verdict(setting.mistakes[key].outputs())
+    assert red.failed
+    assert key[0] in red.causes, red.message
+    assert " instead of " in red.message
 
 
 # --- stores ---------------------------------------------------------------------------------------
