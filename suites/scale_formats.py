@@ -7,8 +7,10 @@ row stands for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+
+import pytest
 
 FORMATS = ("fp32", "ue8m0")
 CHECKPOINTS: Mapping[str, dict[str, object] | None] = {
@@ -40,6 +42,10 @@ class Row:
     """The format."""
     because: str
     """What the reason says of it, of the quantization ``{which}``."""
+
+    def __str__(self) -> str:
+        """Return the reason in one word, for the ids of tests."""
+        return self.because.format(which="this_one").replace(" ", "_")
 
     def settings(self) -> Iterator[tuple[str, ...]]:
         """Yield (own, layer, checkpoint, backend, default)."""
@@ -93,3 +99,16 @@ def cells() -> list[tuple[str, ...]]:
             words.append("any" if value == getattr(EVERY, field.name) else said)
         found.append((*words, f"`{row.found}`", row.dispatched))
     return found
+
+
+def setting_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Yield what sets the global default; it is read anew then, and again afterwards."""
+    from moe_parity.kernels.ours import scale_format
+
+    def chosen(word: str) -> None:
+        monkeypatch.setenv(scale_format.DEFAULT, word)
+        scale_format.default_format.cache_clear()
+
+    yield chosen
+    monkeypatch.undo()
+    scale_format.default_format.cache_clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from moe_parity.suites.scale_formats import (
     ROWS,
     TRITON,
     Row,
+    setting_default,
 )
 
 moe = pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
@@ -48,17 +48,7 @@ def resolved(which: str, setting: tuple[str, ...], **more: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.fixture
-def default(monkeypatch) -> Iterator[Any]:
-    """Yield what sets the global default; it is read anew then, and again afterwards."""
-
-    def chosen(word: str) -> None:
-        monkeypatch.setenv(scale_format.DEFAULT, word)
-        scale_format.default_format.cache_clear()
-
-    yield chosen
-    monkeypatch.undo()
-    scale_format.default_format.cache_clear()
+default = pytest.fixture(setting_default)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -70,7 +60,7 @@ def test_every_setting_has_one_row():
     assert sorted(s for row in ROWS for s in row.settings()) == sorted(every)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.because.replace(" ", "_"))
+@pytest.mark.parametrize("row", ROWS, ids=str)
 @pytest.mark.parametrize(("which", "other"), [("act", "mid"), ("mid", "act")])
 def test_row(which: str, other: str, row: Row):
     """Whatever is set for the other quantization, which has the row of its own setting."""
@@ -83,7 +73,7 @@ def test_row(which: str, other: str, row: Row):
             assert found.reason.endswith(".")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.because.replace(" ", "_"))
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_what_arrives_quantized_has_the_format_of_the_activations(row: Row):
     """Another one is said where it does no harm, and refused where a power of two is read."""
     for setting in row.settings():
@@ -189,7 +179,7 @@ def test_the_formats_show_in_these_inputs(made):
     assert len(found) == 4
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.because.replace(" ", "_"))
+@pytest.mark.parametrize("row", ROWS, ids=str)
 @pytest.mark.parametrize(("which", "other"), [("act", "mid"), ("mid", "act")])
 def test_the_bits_of_a_row(which: str, other: str, row: Row, made):
     """The scales of a row's format come out of ``run_moe``, those of the other one beside them."""

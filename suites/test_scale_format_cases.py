@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,22 +18,13 @@ from moe_parity.references.language import Arrival, Case, Hazard, ScaleFormat, V
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import LAYER
 from moe_parity.suites.planted import kernel_of
+from moe_parity.suites.scale_formats import setting_default
 
 scale_format = pytest.importorskip("moe_parity.kernels.ours.scale_format", reason="needs Triton")
 pytest.importorskip("moe_parity.kernels.ours.moe", reason="needs Triton")
 
 
-@pytest.fixture
-def default(monkeypatch) -> Iterator[Any]:
-    """Yield what sets the global default; it is read anew then, and again afterwards."""
-
-    def chosen(word: str) -> None:
-        monkeypatch.setenv(scale_format.DEFAULT, word)
-        scale_format.default_format.cache_clear()
-
-    yield chosen
-    monkeypatch.undo()
-    scale_format.default_format.cache_clear()
+default = pytest.fixture(setting_default)
 
 
 # --- as cases of the harness ---------------------------------------------------------------------

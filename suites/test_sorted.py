@@ -265,30 +265,55 @@ def test_sorted_rows_as_they_are_show_no_fault() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Strided:
-    """A descriptor's class that takes another stride for the rows."""
+    """A descriptor's class that takes another stride for the rows, and as many as lie inside."""
 
     change: Callable[[int], int]
+    fewer: bool = False
 
     def from_tensor(self, tensor: Tensor, box: list[int]) -> TensorDescriptor:
-        rows = self.change(tensor.stride(0))
-        return TensorDescriptor(tensor, list(tensor.shape), [rows, 1], box)
+        (rows, width), stride = tensor.shape, self.change(tensor.stride(0))
+        if self.fewer:
+            rows = (tensor.numel() - width) // stride + 1
+        return TensorDescriptor(tensor, [rows, width], [stride, 1], box)
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [(lambda s: 2 * s, "out_of_bounds"), (lambda s: s - 16, "unknown")],
-    ids=["out of the tensor", "inside the tensor"],
-)
-def test_a_wrong_outer_stride_of_the_sorted_rows_is_red(
-    change: Callable[[int], int], cause: str, monkeypatch: pytest.MonkeyPatch
+def test_a_stride_of_the_sorted_rows_that_leaves_their_tensor_is_out_of_bounds(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows that are read elsewhere in the tensor have no name in the catalogue of mistakes."""
-    monkeypatch.setattr(sorted_rows, "TensorDescriptor", Strided(change))
+    monkeypatch.setattr(sorted_rows, "TensorDescriptor", Strided(lambda s: 2 * s))
     first = failures()[0]
-    assert (first.check, first.cause) == ("exact", cause)
-    if cause == "out_of_bounds":
-        assert "sorted_gemm_kernel (line" in first.message
-        assert "past the end of a (uint8 [256, 256])" in first.message
+    assert (first.check, first.cause) == ("exact", "out_of_bounds")
+    assert "sorted_gemm_kernel (line" in first.message
+    assert "past the end of a (uint8 [256, 256])" in first.message
+
+
+STRIDES = {
+    "half": (Strided(lambda s: s // 2), "half their row stride (128 instead of 256)"),
+    "16 too small": (
+        Strided(lambda s: s - 16), "a row stride that is 16 too small (240 instead of 256)"
+    ),
+    "twice, of fewer rows": (
+        Strided(lambda s: 2 * s, fewer=True), "twice their row stride (512 instead of 256)"
+    ),
+    "16 too large, of fewer rows": (
+        Strided(lambda s: s + 16, fewer=True), "a row stride that is 16 too large (272 instead"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", STRIDES)
+@pytest.mark.parametrize(
+    ("name", "judged"), [("ours_fc2_sorted", "exact"), ("ours_sorted", "exact_fc2")],
+    ids=["sorted afterwards", "fused"],
+)  # fmt: skip
+def test_a_wrong_outer_stride_inside_the_sorted_rows_is_red_and_named(
+    name: str, judged: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words = STRIDES[wrong]
+    monkeypatch.setattr(sorted_rows, "TensorDescriptor", change)
+    (found,) = (verdict for verdict in failures(name) if verdict.check == judged)
+    assert "row_stride" in found.causes, found.message
+    assert f"sorted by expert in blocks of 64, read at {words}" in found.message
 
 
 numbers = itertools.count()

@@ -16,6 +16,7 @@ from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
 from moe_parity.harness.diagnosis.search import diagnose
+from moe_parity.harness.diagnosis.stored import stored_at
 from moe_parity.references.language import Recipe
 from moe_parity.references.language.stage import Kind, Outputs
 
@@ -49,8 +50,12 @@ def exact(
     verdict = _verdict(judged, recipe, found, check)
     if verdict.failed and cause is not None:
         counts = ", ".join(d.words for d in found if d.wrong)
+        stored = stored_at(judged, want) if cause.name == "unwritten" else None
+        because = "" if stored is None else f": {stored.words}"
+        cause = cause if stored is None else cause.among((stored,))
         text = (
-            f"{judged.stage} of {judged.who} {cause.words}. Against recipe {recipe.name}: {counts}."
+            f"{judged.stage} of {judged.who} {cause.words}{because}. "
+            f"Against recipe {recipe.name}: {counts}."
         )
         return caused(dataclasses.replace(verdict, message=text), cause)
     if verdict.failed:

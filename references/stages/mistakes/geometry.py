@@ -55,8 +55,8 @@ def misread(
         ):
             made = partial(_with, inputs, field, read)
             yield Mistake(
-                name=NAMES.get(field, "row_stride"), words=words, figures=figures, local=False, late=True,
-                outputs=partial(_all, made, give),
+                name=NAMES.get(field, "row_stride"), words=words, figures=figures, local=False,
+                late=True, outputs=partial(_all, made, give),
                 few=None if some is None else partial(_few, made, give, some),
             )  # fmt: skip
 

@@ -40,17 +40,18 @@ CARRIED = {
     "swiglu_quant": (
         "another_limit", "clamp_gate_only", "clamp_up_only", "alpha", "beta", "no_silu", "sigmoid",
         "another_maximum", "payload", "power_lost", "power_unasked", "transposed_scales",
-        "gate_up_swapped", "amax_of_neighbour",
+        "gate_up_swapped", "amax_of_neighbour", "row_stride",
     ),
     "fc2": (
         "k_tail", "scale_of_neighbour", "scale_of_another_expert", "scale_lost", "wrong_expert",
         "transposed_scales", "narrow_accumulator", "weights_here", "bias", "token_for_pair",
+        "scale_stride",
     ),
     "combine": (
         "weights_lost", "weights_squared", "weights_normalized", "weight_of_neighbour", "factor",
         "mean", "pair_lost", "duplicate_lost", "foreign_pair", "narrow_accumulator", "sum_order",
         "weights_rounded", "weight_of_another_token", "last_row_lost", "last_column_lost",
-        "row_of_neighbour", "truncated", "rank_ignored",
+        "row_of_neighbour", "truncated", "rank_ignored", "row_stride",
     ),
 }  # fmt: skip
 """Stage -> the names of the mistakes that are carried on to the layer's output."""
@@ -74,7 +75,8 @@ def mistakes(
         for number, mistake in enumerate(own):
             yield Mistake(
                 name=mistake.name, words=f"{mistake.words.rstrip(',')} (its {name})",
-                outputs=partial(together, number), local=mistake.local,
+                outputs=partial(together, number), local=mistake.local, late=mistake.late,
+                figures=mistake.figures,
             )  # fmt: skip
     yield from _elsewhere(made, onward, recipe)
     yield from _exchanged(made, steps, onward, recipe)
