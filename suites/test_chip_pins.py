@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,15 @@ def power(n: int) -> int:
 # --- dot products -------------------------------------------------------------------------------
 
 
-def product_of(a: int, b: int) -> int:
-    """Return the bits of a lone product: exact, +0 for a zero of either sign, NaN of a NaN."""
-    left, right = exact.e4m3(a), exact.e4m3(b)
-    return NAN if left is None or right is None else exact.word(left * right)
-
-
-PRODUCTS = torch.tensor([[product_of(a, b) for b in range(256)] for a in range(256)])
+@lru_cache(maxsize=1)
+def products() -> Tensor:
+    """Return the bits of all lone products: exact, +0 for a zero of either sign, NaN of a NaN."""
+    values = [exact.e4m3(code) for code in range(256)]
+    words = [
+        NAN if a is None or b is None else exact.word(a * b)
+        for a, b in itertools.product(values, values)
+    ]
+    return torch.tensor(words).int().view(256, 256)
 
 
 def compiled(a: Tensor, b: Tensor, c: Tensor | None, name: str) -> Tensor:
@@ -74,7 +77,7 @@ def test_every_pair_of_codes_alone(unit: str, form):
     """All 65,536 products at K = 1 fit both units: eight bits of significand."""
     got = bits_of(form(EVERY[:, None], EVERY[None], None, unit))
     # A NaN spoils the whole row and column of a matrix, and here these are all pairs with it.
-    assert torch.equal(got, PRODUCTS.int())
+    assert torch.equal(got, products())
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -83,7 +86,7 @@ def test_every_pair_of_codes_without_threads(unit: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(tensor_core_numba, "_parallel", None)
     for rows in EVERY.split(64):
         got = compiled(rows[:, None], EVERY[None, :200], None, unit)
-        assert torch.equal(bits_of(got), PRODUCTS[rows.long(), :200].int())
+        assert torch.equal(bits_of(got), products()[rows.long(), :200])
 
 
 SIGNIFICANDS = (0, 1, 0x7FFFFF, 0x555555, 0x3FF, 0x400, 0x7FFC00)
@@ -164,7 +167,7 @@ def test_the_form_of_a_gpu_gives_the_same_bits(tmp_path: Path):
     fields = torch.arange(8 * 64).view(8, 64) % 256 << 23
     c = from_bits((random_bits.words(5, "c", 8, 64).int() & -0x7F800001) | fields.int())
     for unit in UNITS:
-        cases[f"{unit}/every"] = (EVERY[:, None], EVERY[None], None, PRODUCTS.int())
+        cases[f"{unit}/every"] = (EVERY[:, None], EVERY[None], None, products())
         cases[f"{unit}/any"] = (a, b, c, bits_of(plain(a, b, c, unit)))
     torch.save(cases, tmp_path / "operands.pt")
     told = subprocess.run(

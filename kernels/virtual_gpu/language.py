@@ -127,6 +127,35 @@ def _call(kernel: Any, *arguments: Any, **keywords: Any) -> Any:
     return function(kernel)(*arguments, **keywords)
 
 
+_made: dict[tuple[int, ...], dict[str, Any]] = {}
+"""Shape -> the attributes of a tensor that follow from it."""
+_make = tl.tensor.__init__
+_with = tl.block_type.with_element_ty
+
+
+def _initialized(tensor: Any, handle: Any, ty: Any) -> None:
+    """Stand in for ``tl.tensor.__init__``: what follows from a shape is made once."""
+    shape = tuple(ty.shape) if ty.is_block() else ()
+    known = _made.get(shape)
+    if known is None:
+        _make(tensor, handle, ty)
+        own = ("handle", "type", "dtype")
+        _made[shape] = {name: value for name, value in vars(tensor).items() if name not in own}
+        return
+    attributes = tensor.__dict__
+    attributes.update(known)
+    attributes["handle"], attributes["type"], attributes["dtype"] = handle, ty, ty.scalar
+
+
+def _with_element_ty(ty: Any, scalar: Any) -> Any:
+    """Stand in for ``tl.block_type.with_element_ty``: each type of a block is made once."""
+    known = ty.__dict__.setdefault("_with_element_ty", {})
+    # the type made holds the scalar type, whose id stays its own
+    if id(scalar) not in known:
+        known[id(scalar)] = _with(ty, scalar)
+    return known[id(scalar)]
+
+
 @lru_cache(maxsize=1)
 def _replacements() -> list[Replacement]:
     """List what ``active`` sets; read once, while nothing is replaced."""
@@ -152,4 +181,6 @@ def _replacements() -> list[Replacement]:
     found.append((tl.block_type, "with_element_ty", of_elements))
     types = (tl.dtype, tl.block_type, tl.pointer_type)
     found += [(ty, "to_ir", lambda self, _: self) for ty in types]
+    found.append((tl.tensor, "__init__", _initialized))
+    found.append((tl.block_type, "with_element_ty", _with_element_ty))
     return [*found, (JITFunction, "__call__", _call)]

@@ -46,8 +46,7 @@ def from_bits(bits: Tensor) -> Tensor:
 
 def canonical_nan(x: Tensor) -> Tensor:
     """Return fp32 ``x`` with every NaN replaced by ``0x7fffffff``, the one the GPU writes."""
-    bits = bits_of(x)
-    return from_bits(torch.where((bits & _ABS) > _INF, torch.full_like(bits, F32_NAN_BITS), bits))
+    return from_bits(bits_of(x).masked_fill(torch.isnan(x), F32_NAN_BITS))
 
 
 def to_f32(x: Tensor) -> Tensor:

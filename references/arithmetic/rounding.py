@@ -67,7 +67,8 @@ def _round_to_odd_sum(p: Tensor, c: Tensor) -> Tensor:
     bits = total.contiguous().view(torch.int64)
     # An even sum with an error moves one unit toward the error; that neighbour is odd.
     toward = torch.where((error > 0) == (total > 0), 1, -1)
-    inexact = (error != 0) & torch.isfinite(total) & ((bits & 1) == 0)
+    # Of a sum that is not finite the error is NaN, and no NaN is greater.
+    inexact = (error.abs() > 0) & ((bits & 1) == 0)
     return torch.where(inexact, bits + toward, bits).view(torch.float64)
 
 
