@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.console import Console
 
@@ -141,6 +140,3 @@ def _item(kernel: Kernel, own: list[Record]) -> Record:
         message=bad.message if bad else "", repro=bad.repro if bad else "",
         seconds=round(sum(record.seconds for record in own), 2),
     )  # fmt: skip
-
-
-__all__ = ["Path", "run"]

@@ -187,10 +187,11 @@ class _Mapper:
         self.sizes = sorted(edges | set(self._stated_edges()))
         self.calls: dict[tuple[str, int], _Called | None] = {}
         self.stated: dict[int, tuple[Recipe, ...]] = {}
-        units = range(0, self.count, max(self.count // TRIED, 1))
+        tried = 1 if self.stage.partial else TRIED
+        units = range(0, self.count, max(self.count // tried, 1))[:tried]
         one = self.stage.some(case, self.inputs, torch.zeros(1, dtype=torch.int64, device=self.on))
         recipe = kernel.recipes(one.case, device)[0]
-        self.tokens = telling(self.stage, case, self.inputs, recipe, 2, list(units)[:TRIED])
+        self.tokens = telling(self.stage, case, self.inputs, recipe, 2, units)
         self.recognisers: dict[int, Recogniser] = {}
         self.compared = self.shown = self.made_calls = 0
 
@@ -203,7 +204,7 @@ class _Mapper:
         share = self.beside / max(len(lines) - 1, 1)
         edges = [m for span in first.spans[1:] for m in (span.first - 1, span.first)]
         for line in lines[1:]:
-            sizes = self._affordable(line, [*edges, *EDGES], share)
+            sizes = self._affordable(line, [*edges, self.count, *EDGES], share)
             made = self._followed(line, sizes, first)
             done += [made] if made.spans else []
         places = tuple(self._places(first))
