@@ -214,7 +214,7 @@ def test_the_report_shows_the_table_and_a_picture():
     assert 'id="maps"' not in html.render(Run(run.info, (), run.end))
 
 
-FILE = '''
+FILE = """
 from moe_parity.kernels import register
 from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
 from moe_parity.suites.planted import following
@@ -235,7 +235,7 @@ def raising(call):
     if call.case.m > 4:
         raise RuntimeError("no more than four")
     return following(VLLM_TRITON)(call)
-'''
+"""
 
 
 @pytest.fixture(scope="module")

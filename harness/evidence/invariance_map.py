@@ -26,8 +26,8 @@ from moe_parity.harness.checks.invariance import SPOILERS
 from moe_parity.harness.diagnosis.labels import numbers
 from moe_parity.harness.evidence.map_classes import (
     TRIED,
-    Recogniser,
     Recognised,
+    Recogniser,
     Token,
     decision_between,
     telling,
@@ -173,15 +173,15 @@ class _Called(NamedTuple):
 class _Mapper:
     """Calls a kernel and keeps what came back."""
 
-    def __init__(
-        self, kernel: Kernel, case: Case, device: str, config: str, beside: float
-    ) -> None:
+    def __init__(self, kernel: Kernel, case: Case, device: str, config: str, beside: float) -> None:
         self.kernel, self.case, self.device, self.config = kernel, case, device, config
         self.stage, self.beside = kernel.stage, beside
         self.inputs = self.stage.inputs(case, device)
         self.count = self.stage.units(self.inputs)
         if not self.count:
-            raise ParityError(f"{self.stage} of {kernel.name} has no rows that can be called alone.")
+            raise ParityError(
+                f"{self.stage} of {kernel.name} has no rows that can be called alone."
+            )
         self.on = self.stage.handed(self.inputs)[0].device
         edges = {edge for edge in EDGES if edge < self.count} | {self.count}
         self.sizes = sorted(edges | set(self._stated_edges()))
@@ -204,7 +204,7 @@ class _Mapper:
         share = self.beside / max(len(lines) - 1, 1)
         edges = [m for span in first.spans[1:] for m in (span.first - 1, span.first)]
         for line in lines[1:]:
-            sizes = self._affordable(line, [*edges, self.count, *EDGES], share)
+            sizes = self._affordable([*edges, self.count, *EDGES], share)
             made = self._followed(line, sizes, first)
             done += [made] if made.spans else []
         places = tuple(self._places(first))
@@ -281,7 +281,7 @@ class _Mapper:
         key = line.words, m
         if key not in self.calls:
             found = self._rows(line, self._units(line, m))
-            self.calls[key] = found and found[0]
+            self.calls[key] = found[0] if found else None
         return self.calls[key]
 
     def _rows(self, line: Line, units: Tensor) -> list[_Called] | None:
@@ -314,7 +314,7 @@ class _Mapper:
         self.shown += times * token.shown
         return found
 
-    def _affordable(self, line: Line, wanted: Sequence[int], share: float) -> list[int]:
+    def _affordable(self, wanted: Sequence[int], share: float) -> list[int]:
         """Return the sizes that a share of the budget has room for, in the order of wishes."""
         found: list[int] = []
         for m in dict.fromkeys(m for m in wanted if m <= self.count):

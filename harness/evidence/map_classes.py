@@ -109,7 +109,7 @@ class Recogniser:
     def find(
         self, digest: str, got: Mapping[str, Tensor], first: Sequence[Recipe] = ()
     ) -> Recognised:
-        """Return the recipes of bits that have a digest; ``first`` are those stated for the call."""
+        """Return the recipes of bits with a digest; ``first`` are those stated for the call."""
         key = digest, tuple(recipe.name for recipe in first)
         if key not in self._known:
             self._known[key] = self._found(Seen(self.token.probe, got), first)
@@ -124,9 +124,7 @@ class Recogniser:
                 return Recognised(tuple(alive), tuple(dict.fromkeys(names)))
         return Recognised((), (), self._cause(seen))
 
-    def _lists(
-        self, seen: Seen, first: Sequence[Recipe]
-    ) -> Iterator[Iterable[tuple[str, Recipe]]]:
+    def _lists(self, seen: Seen, first: Sequence[Recipe]) -> Iterator[Iterable[tuple[str, Recipe]]]:
         stage = self.token.probe.stage
         yield [(recipe.name, recipe) for recipe in first]
         yield [(recipe.name, recipe) for recipe in self.stated]
@@ -136,7 +134,11 @@ class Recogniser:
             for recipe in self.stated
             for label, changed in stage.neighbours(recipe)
         ]
-        if not stage.partial and self.stated and any(True for _ in stage.neighbours(self.stated[0])):
+        if (
+            not stage.partial
+            and self.stated
+            and any(True for _ in stage.neighbours(self.stated[0]))
+        ):
             yield self._nearest(explaining([seen]))
 
     def _named(self) -> list[tuple[str, Recipe]]:
