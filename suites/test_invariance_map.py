@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_parity.harness.cli import commands
-from moe_parity.harness.evidence.invariance_map import InvarianceMap, map_of
+from moe_parity.harness.evidence.invariance_map import map_of
 from moe_parity.harness.evidence.map_records import records
+from moe_parity.harness.evidence.map_values import InvarianceMap
 from moe_parity.kernels import Call, Kernel, find, registry
 from moe_parity.kernels.vendors.vllm import stored, triton_gemm
 from moe_parity.references.errors import ParityError
@@ -23,7 +25,8 @@ from moe_parity.references.recipes.vllm import VLLM_TRITON
 from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe
 from moe_parity.reports import html, maps, markdown
 from moe_parity.reports.records import Run, RunEnd, RunInfo
-from moe_parity.reports.results import read
+from moe_parity.reports.results import read, write
+from moe_parity.suites.meta import measured
 from moe_parity.suites.planted import following, kernel_of, right
 
 FC1 = Case(m=48, e=2, k=1, h=256, i=128, values=Values.AIMED)
@@ -62,7 +65,7 @@ def test_the_unit_of_the_dot_is_named():
 
 def test_a_change_that_the_kernel_states_is_no_fault_and_one_it_does_not_promise_neither():
     recipes = lambda case, device: (OURS if case.m < 17 else VLLM_TRITON,)  # noqa: E731
-    stated = kernel_of("fc1", switching(17, OURS, VLLM_TRITON), recipes)  # type: ignore[arg-type]
+    stated = kernel_of("fc1", switching(17, OURS, VLLM_TRITON), recipes)
     made = map_of(stated, FC1, "cpu", beside=0)
     assert (made.changes, made.broken, spans(made)[1][0]) == (True, False, 17)
     free = dataclasses.replace(stated, recipes=lambda case, device: (OURS,))
@@ -78,7 +81,7 @@ def test_a_recipe_that_comes_back_between_two_probed_sizes_is_met():
     def run(call: Call) -> dict[str, Tensor]:
         return following(VLLM_TRITON if inside(call.case.m) else OURS)(call)
 
-    made = map_of(kernel_of("fc1", run, recipes), FC1, "cpu", beside=0)  # type: ignore[arg-type]
+    made = map_of(kernel_of("fc1", run, recipes), FC1, "cpu", beside=0)
     assert [s[:2] for s in spans(made)] == [(1, 35), (36, 43), (44, 48)]
 
 
@@ -366,3 +369,21 @@ def test_stored_tiles_of_vllm_change_the_unit_with_the_number_of_tokens(
     made = map_of(kernel, dataclasses.replace(FC1, m=9), "cpu", "E=256,N=256", beside=0)
     assert [s[:2] for s in spans(made)] == [(1, 2), (3, 6), (7, 9)]
     assert spans(made)[1][3] == "gemm.scale_order: a_then_b -> b_then_a"
+
+
+def test_the_table_of_stored_tiles_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
+    found = measured.stored_lines()
+    if not found:
+        pytest.skip("vLLM's stored configurations are not here: unpack the whole wheel")
+    assert found == [json.loads(line) for line in measured.STORED.read_text().splitlines()]
+
+
+def test_the_table_of_a_run_has_its_bands(tmp_path: Path):
+    made = map_of(kernel_of("fc1", switching(17, OURS, VLLM_TRITON)), FC1, "cpu", beside=0)
+    write(run_of(made), tmp_path / "results.jsonl")
+    packed = tmp_path / "results.jsonl.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "results.jsonl").read_bytes()))
+    lines = measured.invariance_measurements(packed).splitlines()
+    assert len(lines) == 4
+    assert f"| 17 | 48 | B | vllm_triton | {SCALES} |" in lines[3]

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_parity.harness.checks.expect import digest
 from moe_parity.harness.diagnosis.cause import CauseKind
-from moe_parity.harness.evidence.invariance_map import InvarianceMap, Line, Places
+from moe_parity.harness.evidence.map_values import InvarianceMap, Line, Places
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case
 from moe_parity.reports.records import Record
