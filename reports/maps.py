@@ -55,11 +55,13 @@ def rows(run: Run) -> list[tuple[str, ...]]:
     """Return the rows of the table, with the columns of HEAD."""
     found = bands(run)
     names = letters(found)
-    made = []
+    made: list[tuple[str, ...]] = []
     for record in found:
         band = record.band
         place = "positions" in band
-        whole = (f"{record.compared:,}", f"{record.could_show or 0:,}") if record.compared else ("", "")
+        whole = (
+            (f"{record.compared:,}", f"{record.could_show or 0:,}") if record.compared else ("", "")
+        )
         made.append((
             record.kernel, band["case"], band.get("config", ""), band["line"],
             f"positions {band['positions']}" if place else band["first"],
@@ -78,8 +80,7 @@ def text(run: Run) -> list[str]:
     cells = [HEAD, *table]
     used = [n for n in range(len(HEAD)) if any(row[n] for row in table)]
     widths = {n: max(len(row[n]) for row in cells) for n in used}
-    lines = ["  ".join(row[n].ljust(widths[n]) for n in used).rstrip() for row in cells]
-    return lines
+    return ["  ".join(row[n].ljust(widths[n]) for n in used).rstrip() for row in cells]
 
 
 # --- the picture --------------------------------------------------------------------------------

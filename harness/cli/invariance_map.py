@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.console import Console
 
 from moe_parity.harness.checks.flow import BROKEN, first_line, raised
 from moe_parity.harness.cli.map_options import Request
-from moe_parity.harness.evidence.invariance_map import InvarianceMap, map_of
+from moe_parity.harness.evidence.invariance_map import map_of
 from moe_parity.harness.evidence.map_cases import case_of, names_of
 from moe_parity.harness.evidence.map_records import CHECK, labels, records
 from moe_parity.harness.plugin import choose_device
@@ -100,7 +99,7 @@ def _of_kernel(kernel: Kernel, request: Request, device: str) -> Iterator[Record
     for config in names_of(kernel, case, device, request.configs):
         start = time.perf_counter()
         try:
-            made: InvarianceMap = map_of(kernel, case, device, config)
+            made = map_of(kernel, case, device, config)
         except ParityError:
             raise
         except BROKEN as error:
@@ -141,6 +140,3 @@ def _item(kernel: Kernel, own: list[Record]) -> Record:
         message=bad.message if bad else "", repro=bad.repro if bad else "",
         seconds=round(sum(record.seconds for record in own), 2),
     )  # fmt: skip
-
-
-__all__ = ["Path", "run"]

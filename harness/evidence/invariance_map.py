@@ -14,7 +14,6 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,126 +25,22 @@ from moe_parity.harness.checks.invariance import SPOILERS
 from moe_parity.harness.diagnosis.labels import numbers
 from moe_parity.harness.evidence.map_classes import (
     TRIED,
-    Recogniser,
     Recognised,
+    Recogniser,
     Token,
     decision_between,
     telling,
 )
+from moe_parity.harness.evidence.map_values import PLACES, InvarianceMap, Line, Places, Span
 from moe_parity.kernels import Kernel
 from moe_parity.kernels.choice import choosing
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Check, Recipe
+from moe_parity.references.language import Case, Recipe
 
 BESIDE = 1200
 """What the lines of other positions and companies may cost a CPU together."""
 COPIES = 257
 """The largest batch of copies, whose positions are looked at one by one."""
-PLACES = ("first", "in the middle", "last")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Numbers of tokens from one to another at which a token has the same bits."""
-
-    first: int
-    last: int
-    bits: str
-    """Their digest."""
-    recipe: str
-    decision: str = ""
-    """What changes from the span before; empty for the first."""
-    declared: bool = True
-    """Whether the kernel states another recipe from here on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One token at one place in one company, over all numbers of tokens."""
-
-    words: str
-    unit: int
-    place: str
-    inputs: Any = field(repr=False)
-    others: Tensor = field(repr=False)
-    """The units beside it, in order, taken again from the start where they are too few."""
-    spans: tuple[Span, ...] = ()
-    called: tuple[int, ...] = ()
-    """The numbers of tokens of all calls."""
-    agrees: bool = True
-    """Whether it has the bits of the first line wherever both were called."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Positions in a batch of copies of a token at which it has the same bits."""
-
-    m: int
-    positions: str
-    bits: str
-    recipe: str
-    decision: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InvarianceMap:
-    """What was found of one configuration of a kernel on one case."""
-
-    kernel: Kernel
-    case: Case
-    config: str
-    lines: tuple[Line, ...]
-    """The first is the one that the others are held against."""
-    places: tuple[Places, ...] = ()
-    """Where the copies of a token do not all have the same bits: which have which."""
-    compared: int = 0
-    calls: int = 0
-    could_show: int = 0
-    """Outputs compared on which some other decision would have shown."""
-    refused: tuple[int, ...] = ()
-    """Numbers of tokens that the kernel does not take."""
-
-    @property
-    def said(self) -> tuple[Line, ...]:
-        """The lines that say something: the first, and those that differ from it."""
-        return tuple(line for n, line in enumerate(self.lines) if n == 0 or not line.agrees)
-
-    @property
-    def changes(self) -> bool:
-        """Whether the bits change at all."""
-        return bool(self.places) or any(len(x.spans) > 1 or not x.agrees for x in self.lines)
-
-    @property
-    def broken(self) -> bool:
-        """Whether they change where the kernel promises, and states, that they do not."""
-        if Check.INVARIANCE not in self.kernel.contract.checks:
-            return False
-        undeclared = any(not span.declared for line in self.lines for span in line.spans)
-        return undeclared or bool(self.places) or any(not line.agrees for line in self.lines)
-
-    @property
-    def sentence(self) -> str:
-        """The map in a sentence."""
-        first = self.lines[0]
-        low, high = first.spans[0].first, first.spans[-1].last
-        counts = f"{self.compared:,} outputs compared in {self.calls} calls, of which "
-        counts += f"{self.could_show:,} could have shown a change"
-        if not self.changes:
-            return (
-                f"a token's bits are the same for M = {low} to {high}, at every position and "
-                f"beside every neighbour: {counts}"
-            )
-        found = [
-            f"at M = {span.first} ({span.decision})" if line is first
-            else f"{line.words} at M = {span.first} ({span.decision})"
-            for line in self.said for span in line.spans[1:]
-        ]  # fmt: skip
-        found += [
-            f"{line.words} from M = {line.spans[0].first} on" for line in self.said
-            if len(line.spans) == 1 and line is not first
-        ]  # fmt: skip
-        found += [f"at positions {p.positions} of {p.m} copies" for p in self.places if p.decision]
-        return f"a token's bits change {'; '.join(found)}: {counts}"
 
 
 def configured(name: str) -> AbstractContextManager[object]:
@@ -173,24 +68,25 @@ class _Called(NamedTuple):
 class _Mapper:
     """Calls a kernel and keeps what came back."""
 
-    def __init__(
-        self, kernel: Kernel, case: Case, device: str, config: str, beside: float
-    ) -> None:
+    def __init__(self, kernel: Kernel, case: Case, device: str, config: str, beside: float) -> None:
         self.kernel, self.case, self.device, self.config = kernel, case, device, config
         self.stage, self.beside = kernel.stage, beside
         self.inputs = self.stage.inputs(case, device)
         self.count = self.stage.units(self.inputs)
         if not self.count:
-            raise ParityError(f"{self.stage} of {kernel.name} has no rows that can be called alone.")
+            raise ParityError(
+                f"{self.stage} of {kernel.name} has no rows that can be called alone."
+            )
         self.on = self.stage.handed(self.inputs)[0].device
         edges = {edge for edge in EDGES if edge < self.count} | {self.count}
         self.sizes = sorted(edges | set(self._stated_edges()))
         self.calls: dict[tuple[str, int], _Called | None] = {}
         self.stated: dict[int, tuple[Recipe, ...]] = {}
-        units = range(0, self.count, max(self.count // TRIED, 1))
+        tried = 1 if self.stage.partial else TRIED
+        units = range(0, self.count, max(self.count // tried, 1))[:tried]
         one = self.stage.some(case, self.inputs, torch.zeros(1, dtype=torch.int64, device=self.on))
         recipe = kernel.recipes(one.case, device)[0]
-        self.tokens = telling(self.stage, case, self.inputs, recipe, 2, list(units)[:TRIED])
+        self.tokens = telling(self.stage, case, self.inputs, recipe, 2, units)
         self.recognisers: dict[int, Recogniser] = {}
         self.compared = self.shown = self.made_calls = 0
 
@@ -203,7 +99,7 @@ class _Mapper:
         share = self.beside / max(len(lines) - 1, 1)
         edges = [m for span in first.spans[1:] for m in (span.first - 1, span.first)]
         for line in lines[1:]:
-            sizes = self._affordable(line, [*edges, *EDGES], share)
+            sizes = self._affordable([*edges, self.count, *EDGES], share)
             made = self._followed(line, sizes, first)
             done += [made] if made.spans else []
         places = tuple(self._places(first))
@@ -280,7 +176,7 @@ class _Mapper:
         key = line.words, m
         if key not in self.calls:
             found = self._rows(line, self._units(line, m))
-            self.calls[key] = found and found[0]
+            self.calls[key] = found[0] if found else None
         return self.calls[key]
 
     def _rows(self, line: Line, units: Tensor) -> list[_Called] | None:
@@ -313,7 +209,7 @@ class _Mapper:
         self.shown += times * token.shown
         return found
 
-    def _affordable(self, line: Line, wanted: Sequence[int], share: float) -> list[int]:
+    def _affordable(self, wanted: Sequence[int], share: float) -> list[int]:
         """Return the sizes that a share of the budget has room for, in the order of wishes."""
         found: list[int] = []
         for m in dict.fromkeys(m for m in wanted if m <= self.count):

@@ -17,8 +17,8 @@ from moe_parity.harness.diagnosis.search import diagnose
 from moe_parity.references.language import Case, Recipe, Stage
 from moe_parity.references.recipes import ALL
 
-TRIED = 12
-"""Tokens of which the one is taken whose outputs tell most mutants."""
+TRIED = 6
+"""Tokens of which those are taken whose outputs tell most mutants; of a layer the first is."""
 NOBODY = "none"
 """What stands for the recipe of bits that none explains."""
 
@@ -109,7 +109,7 @@ class Recogniser:
     def find(
         self, digest: str, got: Mapping[str, Tensor], first: Sequence[Recipe] = ()
     ) -> Recognised:
-        """Return the recipes of bits that have a digest; ``first`` are those stated for the call."""
+        """Return the recipes of bits with a digest; ``first`` are those stated for the call."""
         key = digest, tuple(recipe.name for recipe in first)
         if key not in self._known:
             self._known[key] = self._found(Seen(self.token.probe, got), first)
@@ -124,20 +124,31 @@ class Recogniser:
                 return Recognised(tuple(alive), tuple(dict.fromkeys(names)))
         return Recognised((), (), self._cause(seen))
 
-    def _lists(
-        self, seen: Seen, first: Sequence[Recipe]
-    ) -> Iterator[Iterable[tuple[str, Recipe]]]:
+    def _lists(self, seen: Seen, first: Sequence[Recipe]) -> Iterator[Iterable[tuple[str, Recipe]]]:
         stage = self.token.probe.stage
         yield [(recipe.name, recipe) for recipe in first]
         yield [(recipe.name, recipe) for recipe in self.stated]
-        yield [(recipe.name, recipe) for recipe in ALL.values() if stage.described_by(recipe)]
+        yield self._named()
         yield [
             (f"{recipe.name} with {label}", changed)
             for recipe in self.stated
             for label, changed in stage.neighbours(recipe)
         ]
-        if not stage.partial and self.stated and any(True for _ in stage.neighbours(self.stated[0])):
+        if (
+            not stage.partial
+            and self.stated
+            and any(True for _ in stage.neighbours(self.stated[0]))
+        ):
             yield self._nearest(explaining([seen]))
+
+    def _named(self) -> list[tuple[str, Recipe]]:
+        """Return the named recipes, of those that say the same of the stage the first."""
+        stage = self.token.probe.stage
+        known: dict[tuple[object, ...], Recipe] = {}
+        for recipe in ALL.values():
+            if stage.described_by(recipe):
+                known.setdefault(tuple(recipe.parts.get(part) for part in stage.acting), recipe)
+        return [(recipe.name, recipe) for recipe in known.values()]
 
     def _nearest(self, found: Sequence[Recipe]) -> list[tuple[str, Recipe]]:
         """Return the one of some recipes that has the fewest changes, called by them."""

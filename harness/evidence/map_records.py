@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_parity.harness.checks.expect import digest
 from moe_parity.harness.diagnosis.cause import CauseKind
-from moe_parity.harness.evidence.invariance_map import InvarianceMap, Line, Places
+from moe_parity.harness.evidence.map_values import InvarianceMap, Line, Places
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case
 from moe_parity.reports.records import Record
@@ -69,20 +69,16 @@ def _record(
     made: InvarianceMap, words: dict[str, str], recipe: str, device: str, number: int, bad: bool,
     repro: str,
 ) -> Record:  # fmt: skip
-    head = number == 0
+    head, bad = number == 0, bad and number == 0
     who = f"{made.kernel.stage} of {made.kernel.name}"
     who += f", configuration {made.config}" if made.config else ""
-    counts = {"compared": made.compared, "could_show": made.could_show} if head else {}
-    own = labels(made.kernel, made.case, made.config, f"{number:02}")
     text = f"{who}, on {made.case.id}: {made.sentence}."
-    if head and bad:
-        promised = f"{text} Its contract promises that they do not (invariance)."
-        return Record(
-            **own, check=CHECK, verdict="fail", recipe=recipe, device=device, message=promised,
-            cause_kind=CauseKind.BATCH.value, cause=DEPENDS, repro=repro, differing=1,
-            band={k: v for k, v in words.items() if v}, **counts,
-        )  # fmt: skip
+    text += " Its contract promises that they do not (invariance)." if bad else ""
     return Record(
-        **own, check=CHECK, verdict="pass", recipe=recipe, device=device,
-        message=text if head else "", band={k: v for k, v in words.items() if v}, **counts,
+        **labels(made.kernel, made.case, made.config, f"{number:02}"), check=CHECK,
+        verdict="fail" if bad else "pass", recipe=recipe, device=device,
+        message=text if head else "", cause_kind=CauseKind.BATCH.value if bad else "",
+        cause=DEPENDS if bad else "", repro=repro if bad else "", differing=int(bad),
+        compared=made.compared if head else 0, could_show=made.could_show if head else None,
+        band={name: word for name, word in words.items() if word},
     )  # fmt: skip

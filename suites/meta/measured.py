@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_parity.harness.evidence import accuracy
+from moe_parity.kernels.vendors.vllm import stored, triton_gemm
+from moe_parity.reports import maps
+from moe_parity.reports.records import Record, Run, RunInfo, from_json
 from moe_parity.suites.faulty.table import FAULTS
 
 DATA = Path(__file__).resolve().parents[2] / "docs/measurements/data"
@@ -17,6 +20,7 @@ CHECK = DATA / "check-h200-2026-11-30.jsonl.xz"
 PLANTED = DATA / "faults.jsonl.xz"
 ACCURACY = DATA / "accuracy-2026-11-30.jsonl"
 NEAR = DATA / "near-tolerance-2026-11-30.jsonl"
+STORED = DATA / "vllm-0.33.0-stored-h200.jsonl"
 PRODUCTION = DATA / "production-h200-2026-11-29.jsonl.xz"
 
 
@@ -106,6 +110,32 @@ def check_measurements() -> str:
     ]
     head = "stage|kernel|records|outputs compared|differing|could have been red"
     return table(head, rows)
+
+
+def invariance_measurements(file: Path) -> str:
+    """Show the bands of the invariance maps of a committed run of `parity map`, xz-packed."""
+    lines = lzma.decompress(file.read_bytes()).decode().splitlines()
+    found = [from_json(Record, r, file.name) for r in map(json.loads, lines[1:-1])]
+    rows = maps.rows(Run(RunInfo(started=""), tuple(found), None))
+    return table("|".join(maps.HEAD), [tuple(row) for row in rows])
+
+
+def stored_lines() -> list[dict[str, Any]]:
+    """Return what the stored configurations of the vLLM at hand decide, a line for each file."""
+    return [
+        {"file": name, "spans": [list(span) for span in triton_gemm.stored_spans(file)]}
+        for name, file in stored.read().items()
+    ]
+
+
+def stored_measurements() -> str:
+    """Say of each stored configuration which scale order and unit it has at how many tokens."""
+    rows = []
+    for line in map(json.loads, STORED.read_text().splitlines()):
+        for first, last, order, unit in line["spans"]:
+            to = f"{first} to {last}" if last < 8192 else f"from {first} on"
+            rows.append((f"`{line['file']}`", to, f"`{order}`", f"`{unit}`"))
+    return table("E and N of the file|tokens|scale order|unit", rows)
 
 
 def sums_of(records: list[dict[str, object]]) -> str:

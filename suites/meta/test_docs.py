@@ -150,6 +150,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "model_measurements": measured.model_measurements,
     "check_measurements": measured.check_measurements,
     "production_measurements": measured.production_measurements,
+    "vllm_stored": measured.stored_measurements,
     "accuracy_bf16": lambda: measured.accuracy_measurements("bf16", "l2"),
     "accuracy_bf16_mean": lambda: measured.accuracy_measurements("bf16", "mean"),
     "accuracy_bf16_max": lambda: measured.accuracy_measurements("bf16", "max"),

@@ -29,10 +29,6 @@ class Stored(dict[int, Config]):
         """Return the configuration of a call with ``m`` tokens."""
         return self[min(sorted(self), key=lambda known: abs(known - m))]
 
-    def edge(self, low: int, high: int) -> int:
-        """Return the smallest number of tokens that takes ``high``'s entry, not ``low``'s."""
-        return next(m for m in range(low, high + 1) if self.of(m) is self[high])
-
 
 def read() -> Mapping[str, Stored]:
     """Return the files of the located package by name, ``E=256,N=256``; empty where none are.

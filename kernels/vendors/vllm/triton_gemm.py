@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -101,6 +102,17 @@ def _gemm_recipes(case: Case, device: str, config: Config | Stored) -> tuple[Rec
 def _changes(config: Config | Stored, m: int) -> Config:
     """Return what a configuration has in place of the default's values for ``m`` tokens."""
     return config.of(m) if isinstance(config, Stored) else config
+
+
+def stored_spans(file: Stored, most: int = 8192) -> Iterator[tuple[int, int, str, str]]:
+    """Yield (M from, to, scale order, unit) of a stored file, where one of the two changes."""
+    parts = [recipe_of(file.of(m)).of("gemm", GemmRecipe) for m in range(1, most + 1)]
+    chosen = [(part.scale_order.value, part.unit.value) for part in parts]
+    at = 1
+    for kind, same in itertools.groupby(chosen):
+        count = len(list(same))
+        yield (at, at + count - 1, *kind)
+        at += count
 
 
 def _stored(case: Case, device: str) -> Mapping[str, Stored]:
