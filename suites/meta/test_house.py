@@ -148,7 +148,7 @@ def test_a_gpu_without_a_model_accuses_nothing(monkeypatch: pytest.MonkeyPatch):
         "ours_fc1_decode", "ours_fc1_large", "ours_fc2_decode", "ours_fc2_large", "ours_swiglu",
         "ours_swiglu_quant", "ours_swiglu_quant_after", "ours_swiglu_quant_limits",
         "ours_swiglu_quant_scalar", "ours_decode", "ours_large", "ours_fc1_batched",
-        "ours_swiglu_quant_batched", "ours_fc2_sorted", "ours_sorted",
+        "ours_swiglu_quant_batched", "ours_fc2_sorted", "ours_sorted", "ours_quant_gemm",
     }  # fmt: skip
     assert skip_of(find("ours_act_quant"), Case(m=3), "cuda") is None
 
