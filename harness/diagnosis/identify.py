@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,8 @@ FEW = 24
 """Rows, or tokens, on which all candidates are tried before the survivors meet the others."""
 ALIKE = 64
 """Recipes with the same bits that are listed where not all can be."""
+MANY = 1 << 16
+"""Combinations of options past which a stage of two steps is climbed, not searched."""
 KNOWN = 2048
 """Recipes whose outputs a probe keeps."""
 HANDED = 256
@@ -189,6 +192,9 @@ def _narrowed(seen: Seen, alive: list[Recipe], fields: list[Field]) -> list[Reci
     """Return what is left of some recipes, times the options of some decisions."""
     stage = seen.probe.stage
     parts = list(dict.fromkeys(part for part, _, _ in fields))
+    many = math.prod(len(d.options) for _, _, d in fields) > MANY
+    if len(parts) > 1 and many and not stage.in_two:
+        return _climbed(seen)
     if len(alive) == 1 and len(parts) > 1 and stage.in_two:
         return _in_two(seen, alive[0], fields)
     for names, own in _phases(seen, fields):
@@ -304,14 +310,22 @@ def _climbed(seen: Seen) -> list[Recipe]:
     best, most = start, seen.equal(start)[0]
     of = seen.equal(start)[1]
     while most < of:
-        ones = [changed for _, changed in stage.neighbours(best)]
+        ones = list(_near(seen, best))
         counts = [seen.equal(changed)[0] for changed in ones]
         if max(counts) <= most:
-            twos = (two for one in ones for _, two in stage.neighbours(one))
+            twos = (two for one in ones for two in _near(seen, one))
             return _alike(seen, seen.matching(twos))
         most = max(counts)
         best = ones[counts.index(most)]
     return _alike(seen, [best])
+
+
+def _near(seen: Seen, recipe: Recipe) -> Iterator[Recipe]:
+    """Yield the recipe with each single decision changed that a kernel has to make there."""
+    asked = {decision.name for _, _, decision in seen.probe.fields}
+    for label, changed in seen.probe.stage.neighbours(recipe):
+        if label.partition("=")[0].rpartition(" ")[2] in asked:
+            yield changed
 
 
 def _alike(seen: Seen, found: list[Recipe]) -> list[Recipe]:
@@ -325,7 +339,7 @@ def _alike(seen: Seen, found: list[Recipe]) -> list[Recipe]:
     edge = list(known.values())
     while edge and len(known) < ALIKE:
         recipe = edge.pop(0)
-        near = {key(r): r for _, r in stage.neighbours(recipe)}
+        near = {key(r): r for r in _near(seen, recipe)}
         fresh = [r for k, r in near.items() if k not in known]
         for other in seen.matching(fresh):
             known[key(other)] = other

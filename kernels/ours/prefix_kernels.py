@@ -76,6 +76,7 @@ def prefix_quant_kernel(
     WIDTH: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
     EXPERTS: tl.constexpr, PACKED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CLAMP: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LIMITS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU and quantization of all live rows; any grid of one axis.
 
@@ -107,7 +108,7 @@ def prefix_quant_kernel(
             at = group * G + tl.arange(0, G)[None, :]
             y = activated(
                 rows_ptr + wide[:, None] * (2 * WIDTH) + at, inside, limits_ptr, owner,
-                limit, alpha, beta, WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS,
+                limit, alpha, beta, WIDTH, ROWS, CLAMP, SCALED, SHIFTED, LIMITS, FORM,
             ).to(tl.float32)  # fmt: skip
             scale = store_codes(codes_ptr + wide[:, None] * WIDTH + at, y, inside, POWER_OF_TWO)
             packed |= packed_byte(scale, group < groups) << (8 * part)

@@ -150,6 +150,7 @@ def test_a_gpu_without_a_model_accuses_nothing(monkeypatch: pytest.MonkeyPatch):
         "ours_swiglu_quant_scalar", "ours_decode", "ours_large", "ours_fc1_batched",
         "ours_swiglu_quant_batched", "ours_fc2_sorted", "ours_sorted", "ours_fc1_prefix",
         "ours_fc2_prefix", "ours_swiglu_quant_prefix", "ours_prefix_sum",
+        "ours_quant_gemm",
     }  # fmt: skip
     assert skip_of(find("ours_act_quant"), Case(m=3), "cuda") is None
 

@@ -1,4 +1,4 @@
-"""Our dense linear as the harness sees it: a GEMM of one expert, and one that quantizes its rows."""
+"""Our dense linear as the harness sees it: a GEMM of one expert, or one of rows it quantizes."""
 
 from __future__ import annotations
 

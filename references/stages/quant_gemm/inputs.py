@@ -1,12 +1,13 @@
 """Inputs on which a quantizer's decisions show in the rows of the GEMM behind it.
 
 Codes and scales are seen by nobody there, so aimed rows and columns of the weights are made for
-each other.  Rows, by turns of four: two measure (groups of every BF16 mantissa of amax, elements
-next to the midpoints of E4M3; in the second half of K each amax again, as two digits under a scale
-that is a power of two), one is ordinary and repeats, one holds a single group of tiny, infinite or
-NaN elements.  Columns, by turns of four: two are dense, the second half of K the first one negated,
-its scales moved by a few 2^-20; one passes a single place, so that its code is read off; one
-subtracts the digits of amax from 448 times its scale, which leaves the last bit of that scale.
+each other.  Rows, by turns of four: two measure (in the second half of K groups of every BF16
+mantissa of amax, with elements on midpoints of E4M3; in the first half each amax as two digits,
+under a scale that is a power of two), one is ordinary and repeats, one holds a single group of
+tiny, infinite or NaN elements.  Columns, by turns of four: two are dense, the second half of K the
+first one negated, its scales moved by a few 2^-20; one passes a single place, so that its code is
+read off; one takes the digits of amax from 448 times its scale in one FMA, which leaves the error
+of that scale to its last bit.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ ONE = 0x38
 MINUS_ONE = 0xB8
 BINADES = 13
 """Binades below amax in which elements are looked for: E4M3 has no more."""
-NEAR = 2.0**-21
-"""How near to a midpoint, of its size, an element may fall to either side of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +93,11 @@ def _weights(case: Case, aimed: bool, device: str) -> tuple[Tensor, Tensor]:
     one, digits = column[column % 4 == 2], column[column % 4 == 3]
     w[column % 4 >= 2] = 0
     place = random_bits.integers(seed, "quant_gemm/w/place", n, 1, below=half)[:, 0].to(device)
-    w[one, place[one]] = ONE
+    w[one, half + place[one]] = ONE
     start = digits // 4 % across * BLOCK
-    w[digits, start] = ONE
-    w[digits, half + start + 1] = MINUS_ONE
-    w[digits, half + start + 2] = MINUS_ONE
+    w[digits, start + 1] = MINUS_ONE
+    w[digits, start + 2] = MINUS_ONE
+    w[digits, half + start] = ONE
     return w, torch.cat([scale, moved], 1)
 
 
@@ -110,7 +109,7 @@ def _aimed_rows(case: Case, device: str) -> Tensor:
     m, half = case.m, case.h // 2
     row = torch.arange(m, device=device)[:, None]
     measured = _measuring(case, m, half, device)
-    rows = torch.cat([measured, _digits(measured)], 1)
+    rows = torch.cat([_digits(measured), measured], 1)
     ordinary = round_bf16(random_bits.normal(case.seed, "quant_gemm/x", m, half, device=device))
     rows = torch.where(row % 4 == 1, ordinary.repeat(1, 2), rows)
     return torch.where(row % 4 == 3, _alone(case, device), rows)
@@ -147,8 +146,9 @@ def _alone(case: Case, device: str) -> Tensor:
 def groups(seed: int) -> Tensor:
     """Return one group for each BF16 mantissa of amax, fp32 [128, 128], in an order of the seed.
 
-    Behind amax stand the BF16 numbers next to midpoints of E4M3, as often as there is room, where
-    the mantissa has any, with either sign; otherwise numbers of all sizes.
+    Behind amax stand the BF16 numbers on midpoints of E4M3, as often as there is room, where the
+    mantissa has any, with either sign; otherwise numbers of all sizes.  None is next to a midpoint:
+    products of 8 bits and 448 are on one or at least 2^-17 away.
     """
     amax = 1.0 + torch.arange(BLOCK) / BLOCK
     binade = torch.arange(BINADES)
@@ -157,24 +157,20 @@ def groups(seed: int) -> Tensor:
     other = random_bits.integers(seed, "quant_gemm/other", BLOCK, BLOCK - 1, below=x.numel())
     size = x[other]
     for n in range(BLOCK):
-        near = _near_midpoints(x[x < amax[n]], float(amax[n]))
-        if near.numel():
-            size[n] = near[torch.arange(BLOCK - 1) % near.numel()]
+        ties = _on_midpoints(x[x < amax[n]], float(amax[n]))
+        if ties.numel():
+            size[n] = ties[torch.arange(BLOCK - 1) % ties.numel()]
     size = torch.where(size > amax[:, None], size * 0.5, size)
     power = random_bits.integers(seed, "quant_gemm/power", BLOCK, 1, below=33) - 16
     made = torch.cat([amax[:, None], size * sign], 1) * torch.exp2(power.float())
     return made[random_bits.words(seed, "quant_gemm/order", 1, BLOCK)[0].argsort()]
 
 
-def _near_midpoints(x: Tensor, amax: float) -> Tensor:
-    """Return those of ``x`` that land on a midpoint of E4M3 or next to it, under that amax."""
-    codes_up = e4m3_decode(torch.arange(E4M3.nan, dtype=torch.uint8)).double()
-    midpoint = (codes_up[1:] + codes_up[:-1]) / 2
-    scaled = x.double() * E4M3.largest / amax
-    at = torch.searchsorted(midpoint, scaled).clamp(max=midpoint.numel() - 1)
-    below = midpoint[(at - 1).clamp(min=0)]
-    away = torch.minimum((midpoint[at] - scaled).abs(), (scaled - below).abs())
-    return x[away <= NEAR * scaled]
+def _on_midpoints(x: Tensor, amax: float) -> Tensor:
+    """Return those of ``x`` for which 448 x / amax is a midpoint of E4M3; exact in float64."""
+    code = e4m3_decode(torch.arange(E4M3.nan, dtype=torch.uint8)).double()
+    midpoint = (code[1:] + code[:-1]) / 2
+    return x[torch.isin(x.double() * E4M3.largest, midpoint * amax)]
 
 
 @lru_cache(maxsize=4)
