@@ -34,7 +34,9 @@ from moe_parity.references.language import Arrival, Case, Contract, Recipe, Skip
 from moe_parity.references.recipes import ALL, recipe_named
 from moe_parity.references.stages import stage_named
 
-BUILTIN = ("ours", "vendors.deepgemm", "vendors.vllm", "vendors.torch_ops")
+BUILTIN = (
+    "ours", "vendors.deepgemm", "vendors.vllm", "vendors.torch_ops", "vendors.flashinfer",
+)  # fmt: skip
 """Packages here whose table ``REGISTERED`` names the modules that register kernels."""
 
 ENTRY_POINTS = "moe_parity.kernels"
