@@ -88,8 +88,8 @@ def build(
 ) -> bool:
     """Compile what is missing and link; return whether the libraries are complete.
 
-    Up to ``jobs`` compilers run at once, each with up to 4.3 GB of memory.  After ``seconds`` no other is
-    started.  Raises ParityError where a compiler fails.
+    Up to ``jobs`` compilers run at once, each with up to 4.3 GB of memory.  After ``seconds`` no
+    other is started.  Raises ParityError where a compiler fails.
     """
     sources.data()  # says at once that it is not there
     folder = sources.cache() / "objects"

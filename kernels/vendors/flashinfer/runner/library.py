@@ -46,8 +46,7 @@ class Library:
             # The library leaves the driver's functions open.
             ctypes.CDLL(DRIVER, mode=ctypes.RTLD_GLOBAL)
             self.functions: Any = ctypes.CDLL(str(path), mode=os.RTLD_LAZY | os.RTLD_LOCAL)
-            self.functions.moe_runner_error.restype = ctypes.c_char_p
-        except (OSError, AttributeError) as error:
+        except OSError as error:
             raise ParityError(f"FlashInfer's fused layer does not load: {error}.") from None
         self.runner = ctypes.c_void_p()
         self._done(
@@ -72,7 +71,9 @@ class Library:
 
     def _done(self, status: int) -> None:
         if status:
-            said = self.functions.moe_runner_error().decode(errors="replace").splitlines()
+            error = self.functions.moe_runner_error
+            error.restype = ctypes.c_char_p
+            said = error().decode(errors="replace").splitlines()
             raise ParityError(f"FlashInfer's fused layer: {(said or ['no reason given'])[0]}")
 
 
