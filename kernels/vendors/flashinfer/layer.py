@@ -151,5 +151,5 @@ _register(
 )  # fmt: skip
 _register(
     "flashinfer_fused_moe", Build.SHIPPED, "flashinfer_cutlass",
-    "The same as FlashInfer compiles it, with -use_fast_math.",
+    "TensorRT-LLM's fused layer as FlashInfer compiles it, with -use_fast_math.",
 )  # fmt: skip
