@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_parity.references.recipes.build import quantizer
+from moe_parity.references.recipes.build import layer, quantizer
+from moe_parity.references.stages.combine import CombineRecipe
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
 from moe_parity.references.stages.quant.decisions import (
     Apply,
@@ -12,6 +13,8 @@ from moe_parity.references.stages.quant.decisions import (
     ScaleForm,
     ZeroGroup,
 )
+from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
+from moe_parity.references.stages.swiglu.silu import Silu
 
 _CUTLASS = quantizer(
     "flashinfer_cutlass",
@@ -23,8 +26,11 @@ _CUTLASS = quantizer(
         nan_amax=NanAmax.IGNORE_UNLESS_ALL,
     ),
 )
-# The GEMM behind it is compiled at its first use, without that flag.
-FLASHINFER_CUTLASS = _CUTLASS.with_parts(gemm=GemmRecipe())
+# The GEMMs are compiled at their first use, without that flag.  Under it CUTLASS' g * (1 / d) is
+# g * rcp.approx.ftz(d), the bits of g / d.
+FLASHINFER_CUTLASS = layer(
+    _CUTLASS, GemmRecipe(), SwigluRecipe(silu=Silu.FAST), CombineRecipe()
+)  # fmt: skip
 FLASHINFER_TRTLLM_GEN = quantizer(
     "flashinfer_trtllm_gen",
     "FlashInfer 0.7.4 trtllm_fused_moe_dev_kernel.cu as written, with IEEE divisions",

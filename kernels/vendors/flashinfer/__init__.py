@@ -1,4 +1,4 @@
-"""FlashInfer's ``fp8_blockscale_gemm_sm90``, TensorRT-LLM's source, in two builds."""
+"""TensorRT-LLM's block-FP8 source as FlashInfer ships it: one GEMM, and the whole fused layer."""
 
-REGISTERED = ("gemms",)
+REGISTERED = ("gemms", "layer")
 """The modules that register kernels."""
