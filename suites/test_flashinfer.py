@@ -198,6 +198,11 @@ def test_operands_that_fit_are_taken():
     gemms.check_operands(**operands())
 
 
+def moved(tensor: Tensor) -> Tensor:
+    """Return a copy that starts one element past an aligned place."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "x_type": (lambda o: {"x": o["x"].float()}, "x must be torch.bfloat16 [4, 256], got torch.f"),
     "w_type": (
@@ -222,6 +227,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] =
         lambda o: {"w": o["w"][:160], "out": torch.zeros(4, 160, dtype=torch.bfloat16)},
         "K = 256 must be a multiple of 128 and N = 160 one of 64.",
     ),
+    "x_start": (lambda o: {"x": moved(o["x"])}, "x takes input that starts at a multiple of 4 "),
+    "w_start": (lambda o: {"w": moved(o["w"])}, "w takes input that starts at a multiple of 16 "),
+    "out_start": (lambda o: {"out": moved(o["out"])}, "out takes input that starts at a multiple"),
     "m": (lambda o: {"x": o["x"][:0], "out": o["out"][:0]}, "it refuses a batch of no rows."),
 }  # fmt: skip
 
