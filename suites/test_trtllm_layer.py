@@ -157,7 +157,7 @@ class StandIn:
         self.recipe, self.stream = recipe, None
 
     def workspace(self, layer: Any) -> int:
-        return 128 * layer.rows
+        return 128 * int(layer.rows)
 
     def run(self, layer: Any, stream: int) -> None:
         """Compute the layer from addresses: gate last in FC1, ids of all ranks."""
@@ -207,7 +207,8 @@ def called(name: str, case: Case, inputs: Any) -> Tensor:
     def allocate(name, shape, strides, dtype):
         return torch.empty_strided(shape, strides, dtype=dtype)
 
-    return find(name).run(Call(case=case, stage=LAYER, inputs=inputs, allocate=allocate))
+    made: Tensor = find(name).run(Call(case=case, stage=LAYER, inputs=inputs, allocate=allocate))
+    return made
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,8 @@ class _Grouped(Stage[GroupedRows]):
             return self.reference(case, given, recipe)["rows"]
 
         def some(given: GroupedRows, chosen: Tensor) -> GroupedRows:
-            return self.some(case, given, chosen).inputs
+            made: GroupedRows = self.some(case, given, chosen).inputs
+            return made
 
         yield from mistakes(inputs, recipe, weight, rows, some, gated=self.shared)
 

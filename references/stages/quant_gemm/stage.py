@@ -125,7 +125,8 @@ class QuantGemm(Stage[QuantGemmInputs]):
         )  # fmt: skip
         right = act_quant(inputs.x, act, scale=case.scale)
         dense = _dense(inputs, right.codes, right.scales)
-        yield from of_gemm(dense, recipe, None, partial(_rows, recipe=recipe), gated=False)
+        rows_of = partial(_rows, recipe=recipe)
+        yield from of_gemm(dense, recipe, None, rows_of, _some, gated=False)
         flat = contiguous_reading(inputs.x)
         if flat is not None:
             yield Mistake(
@@ -169,6 +170,13 @@ def _dense(inputs: QuantGemmInputs, codes: Tensor, scales: Tensor) -> GroupedRow
     return GroupedRows(
         a=codes, a_scale=scales, w=inputs.w[None], w_scale=inputs.w_scale[None], ids=ids,
         expert=ids[:, 0].long(), weights=None,
+    )  # fmt: skip
+
+
+def _some(dense: GroupedRows, chosen: Tensor) -> GroupedRows:
+    return dataclasses.replace(
+        dense, a=dense.a[chosen], a_scale=dense.a_scale[chosen], ids=dense.ids[chosen],
+        expert=dense.expert[chosen],
     )  # fmt: skip
 
 
