@@ -18,7 +18,42 @@ from moe_parity.kernels.virtual_gpu import reduce
 from moe_parity.kernels.virtual_gpu.builder import unmodelled
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 
-SEMANTIC = TritonSemantic(None)
+_PLAIN = {id(ty) for ty in (tl.int32, tl.int64, tl.float32)}
+"""Types that an operation on two of them leaves as they are."""
+_SIGNED = {id(ty) for ty in (tl.int32, tl.int64)}
+"""Types that any whole number of 32 bits beside them takes."""
+
+
+class _Semantic(TritonSemantic):
+    """Triton's type rules, with shortcuts where they change nothing: most operations are such."""
+
+    def cast(self, input: Any, dst_ty: Any, *how: Any, **named: Any) -> Any:  # noqa: A002
+        if input.dtype is dst_ty.scalar:
+            return input
+        return super().cast(input, dst_ty, *how, **named)
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        return super().broadcast_impl_value(lhs, rhs)
+
+    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *how: Any, **named: Any) -> Any:
+        left, right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if left and right:
+            if lhs.type is rhs.type and id(lhs.dtype) in _PLAIN:
+                return lhs, rhs
+        elif left and _whole(rhs) and id(lhs.dtype) in _SIGNED:
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif right and _whole(lhs) and id(rhs.dtype) in _SIGNED:
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+
+
+def _whole(number: Any) -> bool:
+    return type(number) is int and -(2**31) <= number < 2**31
+
+
+SEMANTIC = _Semantic(None)
 """Type rules and broadcasting are Triton's own; its builder is that of the launch."""
 
 
