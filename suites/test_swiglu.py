@@ -37,9 +37,13 @@ def cases() -> Iterator[Case]:
     for (clamp, gate), scale in itertools.product(GATES, ScaleFormat):
         case = dataclasses.replace(BASE, clamp=clamp, gate=gate, scale=scale)
         yield dataclasses.replace(case, m=whole_pool(case))
-        yield dataclasses.replace(case, m=32, values=Values.SPECIAL)
-    for scale, m in itertools.product(ScaleFormat, (1, 37, 130)):
+        if scale is ScaleFormat.FP32:  # the second pool's special numbers meet every format
+            yield dataclasses.replace(case, m=32, values=Values.SPECIAL)
+    for scale, m in itertools.product(ScaleFormat, (1, 37)):
         yield dataclasses.replace(BASE, m=m, scale=scale, i=640)
+    yield dataclasses.replace(BASE, m=130, i=640)
+    for scale in (ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED):
+        yield dataclasses.replace(BASE, m=130, scale=scale, i=256)
     for clamp, gate in ((None, Gate.SILU), (LOW_LIMIT, Gate.SILU), (LOW_LIMIT, Gate.SWIGLUOAI)):
         second = dataclasses.replace(BASE, clamp=clamp, gate=gate, pool=2)
         yield dataclasses.replace(second, m=whole_pool(second))
