@@ -275,11 +275,12 @@ def settings() -> dict[str, list[Setting]]:
 
 @lru_cache(maxsize=1)
 def named() -> list[tuple[str, str]]:
-    """Return (stage, name) of every mistake that a stage's settings allow."""
+    """Return (stage, name) of every mistake that a stage's settings allow, the layer left out."""
     return list(
         dict.fromkeys(
             (stage, key[0])
             for stage, own in settings().items()
+            if stage != "layer"
             for setting in own
             for key in setting.mistakes
         )

@@ -135,7 +135,7 @@ _with = tl.block_type.with_element_ty
 
 def _initialized(tensor: Any, handle: Any, ty: Any) -> None:
     """Stand in for ``tl.tensor.__init__``: what follows from a shape is made once."""
-    shape = tuple(ty.shape) if ty.is_block() else ()
+    shape = tuple(ty.shape.values) if ty.is_block() else ()
     known = _made.get(shape)
     if known is None:
         _make(tensor, handle, ty)

@@ -18,26 +18,41 @@ from moe_parity.kernels.virtual_gpu import reduce
 from moe_parity.kernels.virtual_gpu.builder import unmodelled
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 
-_ALIKE = frozenset(ty.name for ty in (tl.float32, tl.int32, tl.int64, tl.int1))
-"""Names of types of which two equal ones need no cast, whatever the operator."""
+_ALIKE = {id(ty) for ty in (tl.int32, tl.int64, tl.float32)}
+"""Types that an operation on two of them leaves as they are."""
+_SIGNED = {id(ty) for ty in (tl.int32, tl.int64)}
+"""Types that any whole number of 32 bits beside them takes."""
 
 
-class _Semantic(TritonSemantic):  # type: ignore[misc]
-    """Triton's rules, asked for each operation of each program: equal operands skip them."""
+class _Semantic(TritonSemantic):
+    """Triton's type rules, with shortcuts where they change nothing: most operations are such."""
 
-    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *how: Any, **named: Any) -> Any:
-        """Return two operands with one type and shape, as Triton would."""
-        tensors = type(lhs) is tl.tensor and type(rhs) is tl.tensor
-        if tensors and lhs.dtype.name in _ALIKE and (lhs.type is rhs.type or lhs.type == rhs.type):
-            return lhs, rhs
-        return super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+    def cast(self, input: Any, dst_ty: Any, *how: Any, **named: Any) -> Any:  # noqa: A002
+        if input.dtype is dst_ty.scalar:
+            return input
+        return super().cast(input, dst_ty, *how, **named)
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
-        """Return two operands of one shape, as Triton would."""
         left, right = lhs.type, rhs.type
         if left is right or (left.is_block() and right.is_block() and left.shape is right.shape):
             return lhs, rhs
         return super().broadcast_impl_value(lhs, rhs)
+
+    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *how: Any, **named: Any) -> Any:
+        left, right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if left and right:
+            same = lhs.type is rhs.type or lhs.type == rhs.type
+            if same and id(lhs.dtype) in _ALIKE:
+                return lhs, rhs
+        elif left and _whole(rhs) and id(lhs.dtype) in _SIGNED:
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif right and _whole(lhs) and id(rhs.dtype) in _SIGNED:
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, *how, **named)
+
+
+def _whole(number: Any) -> bool:
+    return type(number) is int and -(2**31) <= number < 2**31
 
 
 _PLAIN, _WITH = tl.tensor.__init__, tl.block_type.with_element_ty

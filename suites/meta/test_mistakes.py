@@ -47,7 +47,7 @@ def planted(setting: Setting, key: Key, made, recorder: Recorder) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("stage", "name"), [k for k in named() if k[0] != "layer"])
+@pytest.mark.parametrize(("stage", "name"), named())
 def test_a_mistake_is_red_and_named(
     stage: str, name: str, monkeypatch: pytest.MonkeyPatch, parity_recorder: Recorder
 ):
