@@ -250,7 +250,8 @@ class _Grouped(Stage[GroupedRows]):
             return self.reference(case, given, recipe)["rows"]
 
         def some(given: GroupedRows, chosen: Tensor) -> GroupedRows:
-            return self.some(case, given, chosen).inputs
+            part: GroupedRows = self.some(case, given, chosen).inputs
+            return part
 
         yield from mistakes(inputs, recipe, weight, rows, some, gated=self.shared)
 

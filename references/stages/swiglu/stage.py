@@ -159,7 +159,8 @@ class Swiglu(Stage[GateUpRows]):
             return self.reference(case, given, recipe)
 
         def some(given: GateUpRows, chosen: Tensor) -> GateUpRows:
-            return self.some(case, given, chosen).inputs
+            part: GateUpRows = self.some(case, given, chosen).inputs
+            return part
 
         yield from misread(inputs, give, {"rows": "rows"}, known=("rows",), some=some)
 
