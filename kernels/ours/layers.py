@@ -78,7 +78,7 @@ def sorted_layer(call: Call) -> dict[str, Tensor]:
     "ours_prefix_sum", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
     supports=lambda case, device: None, contract=SERVING, takes_quantized=True,
     note="Our layer, the prefix-sum path: rows by expert, live rows alone.",
-    cost=lambda case: 5 * LAYER.cost(case),
+    cost=lambda case: 4 * LAYER.cost(case),
 )  # fmt: skip
 def prefix_sum_layer(call: Call) -> dict[str, Tensor]:
     """Run the prefix-sum path; what lies by expert is put in pair order."""
