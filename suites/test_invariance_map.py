@@ -14,12 +14,13 @@ from torch import Tensor
 
 from moe_parity.harness.cli import commands
 from moe_parity.harness.evidence.invariance_map import map_of
+from moe_parity.harness.evidence.map_cases import case_of
 from moe_parity.harness.evidence.map_records import records
 from moe_parity.harness.evidence.map_values import InvarianceMap
 from moe_parity.kernels import Call, Kernel, find, registry
 from moe_parity.kernels.vendors.vllm import stored, triton_gemm
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Check, Contract, Recipe, Values
+from moe_parity.references.language import Case, Check, Contract, Recipe, Skip, Values, Why
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.recipes.vllm import VLLM_TRITON
 from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe
@@ -182,6 +183,19 @@ def test_what_could_have_shown_is_what_differs_under_some_mutant():
     times = sum(len(line.called) for line in own) + 48
     assert made.compared == (times + others) * 256
     assert made.could_show >= times * int(shown.sum())
+
+
+def test_sizes_that_a_kernel_does_not_take_are_said():
+    kernel = kernel_of("act_quant", right)
+    whole = lambda case, device: Skip(Why.UNSUPPORTED, "no.") if case.m % 16 else None  # noqa: E731
+    kernel = dataclasses.replace(kernel, supports=whole)
+    case = case_of(kernel, "cpu", None, 40, 0)
+    assert case.m == 128
+    made = map_of(kernel, dataclasses.replace(case, m=32, h=256), "cpu", beside=0)
+    assert made.lines[0].called == (16, 32)
+    assert "the same for M = 16 to 32" in made.sentence
+    assert made.refused == (1, 2, 3, 4, 5, 8, 9, 17)
+    assert "; not taken: M = 1 to 17 (8 of them)" in made.sentence
 
 
 def test_a_stage_without_units_is_refused_in_a_sentence():

@@ -49,8 +49,12 @@ def case_of(kernel: Kernel, device: str, words: str | None, most: int | None, se
         if reason is not None:
             raise ParityError(f"{kernel.name} does not take {case.id}: {reason}")
         return case
-    for base in _cases(kernel, device):
-        case = _with(kernel, dataclasses.replace(base, seed=seed), most or MOST[device])
+    wanted = most or MOST[device]
+    # some kernels take whole tiles of rows alone
+    for count, base in itertools.product(
+        (wanted, -(-wanted // BLOCK) * BLOCK), _cases(kernel, device)
+    ):
+        case = _with(kernel, dataclasses.replace(base, seed=seed), count)
         if kernel.declines(case, device) is None:
             return case
     raise ParityError(f"{kernel.name} takes no case of {kernel.stage} here; say one with --case.")
