@@ -37,8 +37,12 @@ AIMED = {
 def case_of(kernel: Kernel, device: str, words: str | None, most: int | None, seed: int) -> Case:
     """Return the case of a map with all tokens: of some words, else one that tells decisions.
 
-    Raises ParityError for words that are no case's and for a case that the kernel does not take.
+    Raises ParityError for words that are no case's, for a case that the kernel does not take, and
+    for a stage whose rows cannot be called alone.
     """
+    small = next(kernel.stage.witness_cases(), Case())
+    if not kernel.stage.units(kernel.stage.inputs(small)):
+        raise ParityError(f"{kernel.stage} of {kernel.name} has no rows that can be called alone.")
     if words is not None:
         first, case = parse_id(f"{kernel.name}-{words}", seed)
         if first != kernel.name:
