@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_parity.harness.cli import commands
 from moe_parity.harness.evidence.invariance_map import map_of
 from moe_parity.harness.evidence.map_cases import case_of
+from moe_parity.harness.evidence.map_classes import Recognised, decision_between
 from moe_parity.harness.evidence.map_records import records
 from moe_parity.harness.evidence.map_values import InvarianceMap
 from moe_parity.kernels import Call, Kernel, find, registry
@@ -22,7 +23,8 @@ from moe_parity.kernels.vendors.vllm import stored, triton_gemm
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Contract, Recipe, Skip, Values, Why
 from moe_parity.references.recipes.ours import OURS
-from moe_parity.references.recipes.vllm import VLLM_TRITON
+from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
+from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe
 from moe_parity.reports import html, maps, markdown
 from moe_parity.reports.records import Run, RunEnd, RunInfo
@@ -183,6 +185,21 @@ def test_what_could_have_shown_is_what_differs_under_some_mutant():
     times = sum(len(line.called) for line in own) + 48
     assert made.compared == (times + others) * 256
     assert made.could_show >= times * int(shown.sum())
+
+
+def test_of_all_recipes_of_both_sides_the_smallest_change_is_named():
+    before, after = Recognised((OURS,), ("ours",)), Recognised((VLLM_TRITON, ON_MMA), ("a", "b"))
+    both = {recipe: Recognised((recipe,), ("",)) for recipe in (VLLM_TRITON_SWAP, VLLM_TRITON)}
+    mma = VLLM_TRITON.with_parts(
+        gemm=dataclasses.replace(VLLM_TRITON.of("gemm", GemmRecipe), unit=DotUnit.MMA_F16)
+    )
+    several = Recognised((mma, ON_MMA), ("a", "b"))
+    said = decision_between(STAGES["fc1"], before, several)
+    assert said == "gemm.unit: wgmma_fp8 -> mma_f16"
+    assert decision_between(STAGES["fc1"], *both.values()) == (
+        "gemm.scale_order: b_then_a -> a_then_b"
+    )
+    assert decision_between(STAGES["fc1"], before, after).count("->") == 1
 
 
 def test_sizes_that_a_kernel_does_not_take_are_said():

@@ -18,9 +18,9 @@ def _supports(case: Case, path: str) -> str | None:
 
 
 def run_path(
-    call: Call, path: str, clamp: str = "before", down: str = "route_major"
+    call: Call, path: str | None, clamp: str = "before", down: str = "route_major"
 ) -> dict[str, Tensor]:
-    """Run one path and return what every stage left behind."""
+    """Run one path, None for the one that is chosen, and return what every stage left behind."""
     from moe_parity.kernels.ours import moe
 
     batch, experts, asked = call.inputs.batch, call.inputs.experts, call.inputs.asked
@@ -36,14 +36,19 @@ def run_path(
     return made
 
 
+STORED: dict[str, tuple[str | None]] = {"decode": ("decode",), "dispatched": (None,)}
+"""What an invariance map asks the decode path for besides: the path that ``run_moe`` chooses."""
+
+
 def _register(path: str) -> None:
     @register(
         f"ours_{path}", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
         supports=lambda case, device: _supports(case, path), note=f"Our layer, the {path} path.",
         contract=SERVING, takes_quantized=path == "large",
+        stored=STORED if path == "decode" else None,
     )  # fmt: skip
     def layer(call: Call) -> dict[str, Tensor]:
-        return run_path(call, path)
+        return run_path(call, call.config[0] if call.config else path)
 
 
 @register(
