@@ -22,7 +22,9 @@ NUMBERS = 2
 TONES = 8
 """Colours of classes of bits; of more, they come again: letters tell all."""
 
-_LEFT, _WIDTH, _TALL, _TOP = 300, 1060, 26, 8
+_WIDTH, _TALL, _TOP = 1100, 26, 8
+_RIGHT = 40
+"""Room for the number of an edge at the very end."""
 _INSIDE = 62
 """Width from which on a band's recipe has room in it."""
 
@@ -123,6 +125,8 @@ class Picture:
     width: int
     height: int
     bottom: int
+    left: int
+    """Where the names of lanes end."""
     sentences: tuple[str, ...]
     alike: tuple[tuple[str, str], ...]
     """(Configuration, the lines with the same bits as the first)."""
@@ -141,10 +145,12 @@ def pictures(run: Run) -> list[Picture]:
 def _picture(own: Sequence[Record], names: Mapping[tuple[str, str, str], str]) -> Picture:
     spans = [record for record in own if "first" in record.band]
     most = max(int(record.band["last"]) for record in spans)
-    scale = (_WIDTH - _LEFT - 10) / math.log2(most + 1)
+    named = [(r.band.get("config", "") + r.band["line"]) for r in spans]
+    left = 40 + 7 * min(max(map(len, named)), 60)
+    scale = (_WIDTH - left - _RIGHT) / math.log2(most + 1)
 
     def at(m: int) -> float:
-        return round(_LEFT + scale * math.log2(m), 1)
+        return round(left + scale * math.log2(m), 1)
 
     lines: dict[tuple[str, str], list[Record]] = {}
     for record in spans:
@@ -162,7 +168,7 @@ def _picture(own: Sequence[Record], names: Mapping[tuple[str, str, str], str]) -
     return Picture(
         kernel=own[0].kernel, stage=own[0].stage, case=own[0].band["case"], lanes=tuple(lanes),
         ticks=tuple((at(m), str(m)) for m in powers), width=_WIDTH, height=bottom + 34,
-        bottom=bottom, sentences=tuple(r.message for r in own if r.message),
+        bottom=bottom, left=left - 10, sentences=tuple(r.message for r in own if r.message),
         alike=tuple(
             (r.band.get("config", ""), r.band["alike"]) for r in own if r.band.get("alike")
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,14 +13,16 @@ from torch import Tensor
 
 from moe_parity.harness.cli import commands
 from moe_parity.harness.evidence.invariance_map import map_of
+from moe_parity.harness.evidence.map_cases import case_of
+from moe_parity.harness.evidence.map_classes import Recognised, decision_between
 from moe_parity.harness.evidence.map_records import records
 from moe_parity.harness.evidence.map_values import InvarianceMap
-from moe_parity.kernels import Call, Kernel, find, registry
-from moe_parity.kernels.vendors.vllm import stored, triton_gemm
+from moe_parity.kernels import Call, registry
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Check, Contract, Recipe, Values
+from moe_parity.references.language import Case, Check, Contract, Recipe, Skip, Values, Why
 from moe_parity.references.recipes.ours import OURS
-from moe_parity.references.recipes.vllm import VLLM_TRITON
+from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
+from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe
 from moe_parity.reports import html, maps, markdown
 from moe_parity.reports.records import Run, RunEnd, RunInfo
@@ -184,6 +185,34 @@ def test_what_could_have_shown_is_what_differs_under_some_mutant():
     assert made.could_show >= times * int(shown.sum())
 
 
+def test_of_all_recipes_of_both_sides_the_smallest_change_is_named():
+    before, after = Recognised((OURS,), ("ours",)), Recognised((VLLM_TRITON, ON_MMA), ("a", "b"))
+    both = {recipe: Recognised((recipe,), ("",)) for recipe in (VLLM_TRITON_SWAP, VLLM_TRITON)}
+    mma = VLLM_TRITON.with_parts(
+        gemm=dataclasses.replace(VLLM_TRITON.of("gemm", GemmRecipe), unit=DotUnit.MMA_F16)
+    )
+    several = Recognised((mma, ON_MMA), ("a", "b"))
+    said = decision_between(STAGES["fc1"], before, several)
+    assert said == "gemm.unit: wgmma_fp8 -> mma_f16"
+    assert decision_between(STAGES["fc1"], *both.values()) == (
+        "gemm.scale_order: b_then_a -> a_then_b"
+    )
+    assert decision_between(STAGES["fc1"], before, after).count("->") == 1
+
+
+def test_sizes_that_a_kernel_does_not_take_are_said():
+    kernel = kernel_of("act_quant", right)
+    whole = lambda case, device: Skip(Why.UNSUPPORTED, "no.") if case.m % 16 else None  # noqa: E731
+    kernel = dataclasses.replace(kernel, supports=whole)
+    case = case_of(kernel, "cpu", None, 40, 0)
+    assert case.m == 128
+    made = map_of(kernel, dataclasses.replace(case, m=32, h=256), "cpu", beside=0)
+    assert made.lines[0].called == (16, 32)
+    assert "the same for M = 16 to 32" in made.sentence
+    assert made.refused == (1, 2, 3, 4, 5, 8, 9, 17)
+    assert "; not taken: M = 1 to 17 (8 of them)" in made.sentence
+
+
 def test_a_stage_without_units_is_refused_in_a_sentence():
     with pytest.raises(ParityError, match="align of faulty has no rows that can be called alone"):
         map_of(kernel_of("align", right), Case(m=20, e=5, k=3), "cpu")
@@ -294,89 +323,6 @@ def test_what_cannot_be_mapped_is_one_sentence(
     assert status == commands.BAD_INPUT
     assert sentence in said
     assert len(said.splitlines()) == 1
-
-
-# --- vLLM ---------------------------------------------------------------------------------------
-
-
-def tile(m: int, n: int, k: int = 128) -> dict[str, int]:
-    return {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": 1,
-            "num_warps": 4, "num_stages": 3}  # fmt: skip
-
-
-def test_stored_configurations_are_read_by_name_and_the_nearest_is_taken(tmp_path: Path):
-    name = "E=8,N=64,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
-    entries = {"1": tile(16, 64), "4": tile(64, 128), "8": tile(16, 128)}
-    (tmp_path / name).write_text(json.dumps({"triton_version": "3.5.0", **entries}))
-    (tmp_path / name.replace("H200", "H100")).write_text("{}")
-    (found,) = stored.read_folder(tmp_path).values()
-    assert list(stored.read_folder(tmp_path)) == ["E=8,N=64"]
-    taken = [found.of(m)["BLOCK_SIZE_M"] for m in (1, 2, 3, 6, 7, 900)]
-    # of two that are as near the first, as in vLLM
-    assert taken == [16, 16, 64, 64, 16, 16]
-    (tmp_path / name).write_text('{"1": {"BLOCK_SIZE_M": 16}}')
-    stored.read_folder.cache_clear()
-    with pytest.raises(ParityError, match="must map numbers of tokens to tiles"):
-        stored.read_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("shape", "order", "unit"),
-    [
-        ((16, 128), "b_then_a", "wgmma_fp8"),
-        ((64, 128), "a_then_b", "wgmma_fp8"),
-        ((16, 32), "a_then_b", "mma_f16"),
-        ((64, 8), "a_then_b", "mma_f16"),
-        ((8, 64), "b_then_a", "mma_f16"),
-    ],
-)
-def test_a_tile_decides_the_scale_order_and_the_unit(
-    shape: tuple[int, int], order: str, unit: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
-    part = triton_gemm.recipe_of(tile(*shape)).of("gemm", GemmRecipe)
-    assert (part.scale_order.value, part.unit.value) == (order, unit)
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.8.0")
-    part = triton_gemm.recipe_of(tile(*shape)).of("gemm", GemmRecipe)
-    assert part.unit.value == ("mma_f16" if shape == (16, 32) else "wgmma_fp8")
-
-
-def vllm() -> Kernel:
-    kernel = find("vllm_fused_moe_fc1")
-    reason = kernel.unavailable()
-    if reason:
-        pytest.skip(reason.sentence)
-    return kernel
-
-
-def test_the_tile_of_vllms_default_changes_at_64_tokens():
-    made = map_of(vllm(), dataclasses.replace(FC1, m=66), "cpu", "default", beside=0)
-    assert spans(made) == [
-        (1, 64, "vllm_triton_swap", ""),
-        (65, 66, "vllm_triton", "gemm.scale_order: b_then_a -> a_then_b"),
-    ]
-    assert not made.broken
-
-
-def test_stored_tiles_of_vllm_change_the_unit_with_the_number_of_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Tiles as those stored for 256 experts of width 256 at 1, 4 and 8 tokens."""
-    kernel = vllm()
-    file = stored.Stored({1: tile(8, 32), 4: tile(8, 64), 8: tile(16, 64)})
-    monkeypatch.setattr(triton_gemm, "read", lambda: {"E=256,N=256": file})
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
-    made = map_of(kernel, dataclasses.replace(FC1, m=9), "cpu", "E=256,N=256", beside=0)
-    assert [s[:2] for s in spans(made)] == [(1, 2), (3, 6), (7, 9)]
-    assert spans(made)[1][3] == "gemm.scale_order: a_then_b -> b_then_a"
-
-
-def test_the_table_of_stored_tiles_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
-    found = measured.stored_lines()
-    if not found:
-        pytest.skip("vLLM's stored configurations are not here: unpack the whole wheel")
-    assert found == [json.loads(line) for line in measured.STORED.read_text().splitlines()]
 
 
 def test_the_table_of_a_run_has_its_bands(tmp_path: Path):

@@ -46,9 +46,10 @@ def run(request: Request) -> int:
     prepare(request.out).rmdir()
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     found: list[Record] = []
-    for kernel in kernels:
+    plan = [(kernel, _case(kernel, request, device)) for kernel in kernels]
+    for kernel, case in plan:
         own = []
-        for record in _of_kernel(kernel, request, device):
+        for record in _of_kernel(kernel, case, request, device):
             own.append(record)
             if record.message:
                 console.print(record.message)
@@ -93,15 +94,28 @@ def _kernels(request: Request, device: str) -> list[Kernel]:
     return chosen
 
 
-def _of_kernel(kernel: Kernel, request: Request, device: str) -> Iterator[Record]:
+def _case(kernel: Kernel, request: Request, device: str) -> Case | str:
+    """Return the case of a kernel; of one that was not named, why there is none."""
+    try:
+        return case_of(kernel, device, request.case, request.most, request.seed)
+    except ParityError as error:
+        if request.stage is None or kernel.name in request.targets:
+            raise
+        return str(error)
+
+
+def _of_kernel(kernel: Kernel, case: Case | str, request: Request, device: str) -> Iterator[Record]:
     """Yield the records of all configurations of a kernel."""
-    case = case_of(kernel, device, request.case, request.most, request.seed)
+    if isinstance(case, str):
+        yield Record(
+            id=f"map:{kernel.name}:{CHECK}", check=CHECK, verdict="skip", reason=case, suite="map",
+            kernel=kernel.name, stage=kernel.stage.name, device=device,
+        )  # fmt: skip
+        return
     for config in names_of(kernel, case, device, request.configs):
         start = time.perf_counter()
         try:
             made = map_of(kernel, case, device, config)
-        except ParityError:
-            raise
         except BROKEN as error:
             yield _broken(kernel, case, config, error, device, request)
             continue

@@ -37,8 +37,12 @@ AIMED = {
 def case_of(kernel: Kernel, device: str, words: str | None, most: int | None, seed: int) -> Case:
     """Return the case of a map with all tokens: of some words, else one that tells decisions.
 
-    Raises ParityError for words that are no case's and for a case that the kernel does not take.
+    Raises ParityError for words that are no case's, for a case that the kernel does not take, and
+    for a stage whose rows cannot be called alone.
     """
+    small = next(kernel.stage.witness_cases(), Case())
+    if not kernel.stage.units(kernel.stage.inputs(small)):
+        raise ParityError(f"{kernel.stage} of {kernel.name} has no rows that can be called alone.")
     if words is not None:
         first, case = parse_id(f"{kernel.name}-{words}", seed)
         if first != kernel.name:
@@ -49,8 +53,12 @@ def case_of(kernel: Kernel, device: str, words: str | None, most: int | None, se
         if reason is not None:
             raise ParityError(f"{kernel.name} does not take {case.id}: {reason}")
         return case
-    for base in _cases(kernel, device):
-        case = _with(kernel, dataclasses.replace(base, seed=seed), most or MOST[device])
+    wanted = most or MOST[device]
+    # some kernels take whole tiles of rows alone
+    for count, base in itertools.product(
+        (wanted, -(-wanted // BLOCK) * BLOCK), _cases(kernel, device)
+    ):
+        case = _with(kernel, dataclasses.replace(base, seed=seed), count)
         if kernel.declines(case, device) is None:
             return case
     raise ParityError(f"{kernel.name} takes no case of {kernel.stage} here; say one with --case.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_parity.harness.diagnosis.labels import numbers
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case, Check
 
@@ -100,6 +101,8 @@ class InvarianceMap:
         low, high = first.spans[0].first, first.spans[-1].last
         counts = f"{self.compared:,} outputs compared in {self.calls} calls, of which "
         counts += f"{self.could_show:,} could have shown a change"
+        if self.refused:
+            counts += f"; not taken: M = {numbers(set(self.refused))}"
         if not self.changes:
             return (
                 f"a token's bits are the same for M = {low} to {high}, at every position and "

@@ -23,12 +23,12 @@ def _supports(case: Case, path: str) -> str | None:
 
 def run_path(
     call: Call,
-    path: str,
+    path: str | None,
     clamp: str = "before",
     down: str = "route_major",
     in_order: Callable[[Any], Trace] | None = None,
 ) -> dict[str, Tensor]:
-    """Run one path and return what every stage left behind, put ``in_order`` where it is not."""
+    """Run a path, None for the one that is chosen; return every stage, put ``in_order``."""
     from moe_parity.kernels.ours import moe
 
     batch, experts, asked = call.inputs.batch, call.inputs.experts, call.inputs.asked
@@ -44,14 +44,19 @@ def run_path(
     return made
 
 
+STORED: dict[str, tuple[str | None]] = {"decode": ("decode",), "dispatched": (None,)}
+"""What an invariance map asks the decode path for besides: the path that ``run_moe`` chooses."""
+
+
 def _register(path: str) -> None:
     @register(
         f"ours_{path}", stage=LAYER, recipes="ours", unavailable=unavailable, triton=True,
         supports=lambda case, device: _supports(case, path), note=f"Our layer, the {path} path.",
         contract=SERVING, takes_quantized=path == "large",
+        stored=STORED if path == "decode" else None,
     )  # fmt: skip
     def layer(call: Call) -> dict[str, Tensor]:
-        return run_path(call, path)
+        return run_path(call, call.config[0] if call.config else path)
 
 
 @register(
