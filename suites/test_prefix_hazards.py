@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -27,215 +28,17 @@ from moe_parity.harness.checks.replay import changes, replay
 from moe_parity.harness.checks.sequence import sequence
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import Kernel, find
+from moe_parity.kernels.ours import activation, moe, permute, prefix_sum, quant
+from moe_parity.kernels.virtual_gpu import record
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.language import Case, Check, Contract, Routing, ScaleFormat, Values
+from moe_parity.references.language import Case, Routing, ScaleFormat, Values
+from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.suites import prefix_faults as faults
-from moe_parity.suites.prefix_faults import GEMM, QUANT, Plant, Planting
-
-COPIES, FC1, FC2 = "ours_permute", "ours_fc1_prefix", "ours_fc2_prefix"
-CODES, SUM, LAYER = "ours_swiglu_quant_prefix", "ours_combine_prefix", "ours_prefix_sum"
-CASES = {
-    COPIES: Case(m=5, e=3, k=2, h=128, values=Values.AIMED),
-    FC1: Case(m=5, e=3, k=2, h=128, i=64, values=Values.AIMED),
-    FC2: Case(m=5, e=3, k=2, h=128, i=128, values=Values.AIMED),
-    CODES: Case(m=6, e=3, i=128, values=Values.AIMED),
-    SUM: Case(m=5, e=3, k=2, h=128),
-    LAYER: Case(m=2, e=2, k=1, h=128, i=128),
-}
-BITS = Contract(checks=frozenset({Check.EXACT}))
-JUDGED = Contract(checks=frozenset({Check.EXACT, Check.WRITE_SET, Check.RERUN}))
-SERVED = Contract().promising(Check.NO_SYNC)
-FULL_TILE = Case(m=16, e=2, k=2, h=128, i=64, values=Values.AIMED)
-ONE_EXPERT = Case(m=64, e=1, i=128, values=Values.AIMED)
-BOTH = "cpu", "cuda"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hazard:
-    """A fault in a kernel, and what is said of it."""
-
-    kernel: str
-    plant: Plant
-    check: str
-    """The first check that is red."""
-    cause: str
-    words: str
-    """On a CPU; another machine may see another row first."""
-    look: str = "check"
-    case: Case | None = None
-    contract: Contract = JUDGED
-    configs: Callable[[Case, str], dict[str, Any]] | None = None
-    devices: tuple[str, ...] = BOTH
-    on_gpu: tuple[str, ...] = ()
-    """The causes that a GPU may give instead."""
-
-
-def of_16(case: Case, device: str) -> dict[str, Any]:
-    return {"align16": 16}
-
-
-def by_rows(case: Case, device: str) -> dict[str, Any]:
-    """Return another alignment for an odd number of rows."""
-    return {"odd": 16} if case.m % 2 else {"even": 128}
-
-
-def table() -> dict[str, Hazard]:
-    """Return the hazards by name; the number is that of the docs' table."""
-
-    def made(kernel: str, plant: Plant, check: str, cause: str, words: str, **more: Any) -> Hazard:
-        return Hazard(kernel=kernel, plant=plant, check=check, cause=cause, words=words, **more)
-
-    unread = ("poison_read", "unwritten", "bad_output")
-    return {
-        "1_stale_ends_of_rows": made(
-            COPIES, faults.stale_ends_of_rows, "sequence", "leaks_state",
-            "of counts got", look="sequence",
-        ),
-        "1_stale_ends_of_a_gemm": made(
-            FC1, faults.stale_ends(GEMM), "sequence", "leaks_state", "; alone it is right",
-            look="sequence",
-        ),
-        "1_stale_ends_of_codes": made(
-            CODES, faults.stale_ends(QUANT), "sequence", "leaks_state", "; alone it is right",
-            look="sequence",
-        ),
-        "1_stale_ends_of_rows_in_a_graph": made(
-            COPIES, faults.stale_ends_of_rows, "replay", "stale_output",
-            "leaves counts as it was before", look="replay",
-        ),
-        "1_stale_ends_of_a_gemm_in_a_graph": made(
-            FC1, faults.stale_ends(GEMM), "replay", "stale_output", "leaves rows as it was before",
-            look="replay",
-        ),
-        "2_gap_of_rows": made(
-            COPIES, faults.zeroed_padding, "write_set", "beside",
-            "writes codes[383, 0], declared untouched",
-        ),
-        "2_gap_of_a_gemm": made(
-            FC1, faults.gap_of_gemm, "write_set", "beside", "writes out[5, 0], declared untouched",
-        ),
-        "2_gap_of_the_second_gemm": made(
-            FC2, faults.gap_of_gemm, "write_set", "beside", "writes out[5, 0], declared untouched",
-        ),
-        "2_gap_of_codes": made(
-            CODES, faults.gap_of_quant, "write_set", "beside",
-            "writes scales[3, 0], declared untouched",
-        ),
-        "3_row_of_rows_left": made(
-            COPIES, faults.left_by_copy, "exact", "unwritten", "leaves codes[1, 0] unwritten",
-        ),
-        "3_row_of_a_gemm_left": made(
-            FC1, faults.left_by_gemm, "exact", "unwritten", "leaves out[4, 0] unwritten",
-        ),
-        "3_row_of_scales_left": made(
-            CODES, faults.left_by_quant, "exact", "unwritten", "leaves scales[2, 0] unwritten",
-        ),
-        "3_row_of_a_sum_left": made(
-            SUM, faults.left_by_sum, "exact", "unwritten",
-            "leaves token 1, column 0 of out unwritten",
-        ),
-        "4_workspace_grown": made(
-            LAYER, faults.grown_workspace, "replay", "freed_memory",
-            "keeps the address of memory that it freed", look="replay", devices=("cpu",),
-        ),
-        "4_workspace_in_the_graph": made(
-            FC1, faults.zeroed_once, "replay", "stale_output", "replayed on the inputs it was",
-            look="replay", on_gpu=("replay_differs",),
-        ),
-        "4_workspace_zeroed_once": made(
-            FC1, faults.zeroed_once, "rerun", "unwritten_read", "bias_ptr (float32 [3, 128])",
-            on_gpu=unread,
-        ),
-        "5_codes_over_rows": made(
-            CODES, faults.codes_over_rows(), "exact", "race", "of rows_ptr (bfloat16 [64, 256])",
-            case=ONE_EXPERT, configs=of_16, contract=BITS, devices=("cpu",),
-        ),
-        "5_codes_over_rows_in_one_program": made(
-            CODES, faults.codes_over_rows(1), "exact", "unknown", "in rows 48 to",
-            case=ONE_EXPERT, configs=of_16, contract=BITS, on_gpu=("unknown", "race", "bad_output"),
-        ),
-        "5_rows_over_rows_that_are_returned": made(
-            LAYER, faults.overlaid, "exact_fc1", "unknown", "in fc1 of ours_prefix_sum",
-            contract=BITS,
-        ),
-        "6_flag_that_survives": made(
-            COPIES, faults.surviving_flag, "replay", "stale_output",
-            "leaves counts as it was before", look="replay",
-        ),
-        "7_rows_at_16_of_128": made(
-            COPIES, faults.alignment_of(16), "exact", "unwritten", "leaves codes[128, 0] unwritten",
-        ),
-        "7_gemm_at_16_of_128": made(
-            FC1, faults.alignment_of(16), "write_set", "beside", "writes out[64, 0], declared",
-        ),
-        "7_gemm_at_256_of_128": made(
-            FC1, faults.alignment_of(256), "exact", "unwritten", "leaves out[128, 0] unwritten",
-        ),
-        "7_codes_at_16_of_128": made(
-            CODES, faults.alignment_of(16), "write_set", "beside", "writes codes[16, 0], declared",
-        ),
-        "7_codes_at_256_of_128": made(
-            CODES, faults.alignment_of(256), "exact", "unwritten", "leaves codes[128, 0] unwritten",
-        ),
-        "7_process_wide": made(
-            FC1, faults.process_wide_alignment, "sequence", "leaks_state", "; alone it is right",
-            look="sequence", configs=by_rows, case=dataclasses.replace(CASES[FC1], m=6),
-        ),
-        "8_count_read_in_a_capture": made(
-            FC1, faults.host_count, "replay", "waits_for_gpu", "waits for the GPU at line",
-            look="replay", contract=SERVED,
-        ),
-        "8_count_read": made(
-            FC1, faults.host_count, "no_sync", "waits_for_gpu", "of prefix_faults.py (",
-            look="no_sync", contract=SERVED,
-        ),
-        "8_count_read_as_memory": made(
-            FC1, faults.mirrored_count, "replay", "frozen_scalar",
-            "keeps grid = [4, 1] of prefix_gemm_kernel", look="replay", devices=("cpu",),
-        ),
-        "9_end_of_a_gemm_too_few": made(
-            FC1, faults.ends_moved(GEMM, -1), "exact", "unwritten", "leaves out[4, 0] unwritten",
-        ),
-        "9_end_of_a_gemm_too_many": made(
-            FC1, faults.ends_moved(GEMM, 1), "write_set", "beside",
-            "writes out[5, 0], declared untouched",
-        ),
-        "9_end_of_a_full_tile_too_many": made(
-            FC1, faults.ends_moved(GEMM, 1), "exact", "unwritten", "leaves out[17, 0] unwritten",
-            case=FULL_TILE, configs=of_16,
-        ),
-        "9_end_of_codes_too_few": made(
-            CODES, faults.ends_moved(QUANT, -1), "exact", "unwritten", "codes[2, 0] unwritten",
-        ),
-        "9_end_of_codes_too_many": made(
-            CODES, faults.ends_moved(QUANT, 1), "write_set", "beside", "writes codes[3, 0]",
-        ),
-        "9_end_of_rows_too_few": made(
-            COPIES, faults.ends_of_rows_moved(-1), "exact", "off_by_one",
-            "expert 0 is said to have 4 rows, expected 5",
-        ),
-        "9_end_of_rows_too_many": made(
-            COPIES, faults.ends_of_rows_moved(1), "exact", "off_by_one",
-            "expert 0 is said to have 6 rows, expected 5",
-        ),
-        "9_end_in_the_layer_too_few": made(
-            LAYER, faults.ends_of_rows_moved(-1), "exact", "unwritten_read",
-            "prefix_combine_kernel", devices=("cpu",),
-        ),
-        "9_end_in_the_layer_too_many": made(
-            LAYER, faults.ends_of_rows_moved(1), "exact", "unwritten_read", "of a_ptr (uint8",
-            devices=("cpu",),
-        ),
-        "10_rows_that_lean_on_their_tile": made(
-            FC1, faults.leaning_rows, "invariance", "depends_on_other_rows",
-            "token 0, k 0, column 1 (expert 0) has other bits alone", look="invariance",
-        ),
-        "10_codes_that_lean_on_their_tile": made(
-            CODES, faults.flushed_rows, "invariance", "depends_on_other_rows",
-            "(expert 1) has other bits alone", look="invariance",
-        ),
-    }  # fmt: skip
-
+from moe_parity.suites.prefix_faults import Planting
+from moe_parity.suites.prefix_hazards import (
+    CASES, CODES, COPIES, FC1, FC2, LAYER, SUM, table,
+)  # fmt: skip
+from moe_parity.suites.prefixed import as_bits, expected, poison, untouched
 
 HAZARDS = table()
 
@@ -369,3 +172,69 @@ def weight(look: str, kernel: Kernel, case: Case, device: str) -> int:
     if look == "invariance":
         return sum(1 for _ in batches(kernel, case, made)) if kernel.stage.units(made) > 1 else 0
     return 1
+
+
+# --- one graph for every routing ------------------------------------------------------------------
+
+EXPERTS, TOKENS = 3, 8
+ROUTED = {
+    "the first two experts": [[0, 1]] * TOKENS,
+    "one live row": [[-1, -1]] * 5 + [[-1, 2]] + [[7, -1]] * 2,
+    "no live row": [[-1, EXPERTS]] * TOKENS,
+    "every row live, a tile that is full": [[1, 1]] * TOKENS,
+    "every expert": [[0, 2], [1, 0], [2, 1], [0, 0]] * 2,
+    "a tile and a row, and none": [[2, 2]] * TOKENS,
+    "the first two experts again": [[0, 1]] * TOKENS,
+}
+
+
+def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return what replays a call: a CUDA graph, or the tape that stands for one."""
+    if device != "cuda":
+        with record() as tape:
+            call()
+        return tape.replay
+    call()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def test_one_captured_prefix_call_takes_routing_ends_and_counts_as_they_are(parity_device: str):
+    """Before each replay all memory but the inputs is poisoned; dead rows hold it afterwards."""
+    case = Case(m=TOKENS, e=EXPERTS, k=2, h=128, i=128)
+    made = layer_inputs(case, parity_device, spoil=False)
+    codes, scales = quant.act_quant(made.batch.x)
+    ids, weights = made.batch.ids.int().clone(), made.batch.weights
+    space = prefix_sum.Workspace.empty(ids.numel(), made.experts, alignment=16)
+    out = torch.empty((TOKENS, 128), dtype=torch.bfloat16, device=parity_device)
+    rows: dict[str, Tensor] = {
+        "codes": space.rows.codes, "scales": space.rows.scales, "fc1": space.fc1,
+        "mid_codes": space.mid_codes, "mid_scales": space.mid_scales, "fc2": space.fc2,
+    }  # fmt: skip
+    again = captured(
+        lambda: prefix_sum.run(
+            codes, scales, ids, weights, made.experts, activation.Activation(), out, alignment=16,
+            workspace=space,
+        ),
+        parity_device,
+    )  # fmt: skip
+    height = permute.row_bound(ids.numel(), EXPERTS, 16)
+    for name, chosen in ROUTED.items():
+        for tensor in (*rows.values(), space.rows.ends, space.rows.place, out):
+            poison(tensor)
+        ids.copy_(torch.tensor(chosen))
+        again()
+        want = expected(ids.flatten().tolist(), 0, EXPERTS, 16)
+        found = space.rows.ends.tolist(), space.rows.place.tolist()
+        assert found == (want.ends, want.place), name
+        live = want.live(height, parity_device)
+        for which, tensor in rows.items():
+            assert untouched(tensor, live), f"{name}: dead rows of {which}"
+        eager = moe.run_moe(
+            codes, ids, weights, made.experts, x_scale=scales, path="large", out_dtype=out.dtype
+        )
+        assert torch.equal(as_bits(out), as_bits(eager)), name
+        assert bool(out.any()) == bool(live.any())
