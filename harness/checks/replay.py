@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_parity.harness.calling import graph
+from moe_parity.harness.calling.bystanders import Bystanders, bystanders
 from moe_parity.harness.calling.graph import Captured, Stopped
 from moe_parity.harness.calling.poison import POISONS
 from moe_parity.harness.calling.recording import Recording
@@ -26,7 +27,7 @@ from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.kernels import Kernel
 from moe_parity.references.language import Case, Check, Routing, Values
-from moe_parity.references.language.stage import Outputs, tensors_of
+from moe_parity.references.language.stage import Output, Outputs, tensors_of
 from moe_parity.references.stages.sparse import LARGE
 
 
@@ -81,6 +82,8 @@ class _Replays:
         self.right = True
         """Whether the captured inputs, unchanged, give what a recipe says."""
         self.before: Outputs = {}
+        self.bystanders: Bystanders | None = None
+        """On a GPU, what stands in memory that a larger call has freed."""
 
     def verdict(self, made: Any) -> Verdict:
         """Replay on every change of the inputs until one is wrong."""
@@ -93,6 +96,8 @@ class _Replays:
             if self.captured.freed:
                 return self._red("freed_memory", FREED.format(self.captured.freed))
             got, total, wrong = self._replayed(n, given)
+            if self.bystanders is not None and (hit := self.bystanders.hit):
+                return self._red("freed_memory", TAKEN.format(hit))
             if n == 0 and wrong is not None and self._differs(got, self.captured.first) is None:
                 self.right, wrong = False, None  # the check exact says so
             if wrong is not None:
@@ -160,6 +165,7 @@ class _Replays:
             bigger = larger(self.kernel, self.case, self.device)
             if bigger is not None:
                 run(self.kernel, bigger, self.kernel.stage.inputs(bigger, self.device))
+            self.bystanders = bystanders() if self.device == "cuda" else None
         churn(self.device)
 
     def _why(self, given: Given, got: Outputs, wrong: Difference, poison: int) -> Verdict:
@@ -171,32 +177,37 @@ class _Replays:
         )
         if kept := self._kept_scalar():
             return self._red("frozen_scalar", f"keeps {kept}, and is wrong when {told}")
-        if self._stale(given, got, wrong, poison):
-            words = f"leaves {wrong.name} as it was before, {told}"
-            return self._red("stale_output", words)
+        if self._as_before(got, wrong):
+            also = self._kept_state()
+            return self._red("stale_output", f"leaves {wrong.name} as it was before, {told}{also}")
+        again = self._once(given, POISONS[0] if poison == POISONS[1] else POISONS[1])[wrong.name]
+        if not _alike(self.outputs, wrong.name, again, got[wrong.name]):
+            if _is_poison(got[wrong.name], wrong, poison):
+                also = self._kept_state()
+                words = f"leaves {wrong.name} as it was before, {told}{also}"
+                return self._red("stale_output", words)
+            return self._red("poison_read", f"{UNSET}{told}")
         also = (
             "" if self._eager_differs(got) else "; an eager call gives the same: it keeps a state"
         )
         return self._red("replay_differs", f"is wrong when {told}{also}")
 
-    def _stale(self, given: Given, got: Outputs, wrong: Difference, poison: int) -> bool:
-        """Whether what is wrong is what memory held, or what the replay before gave."""
+    def _as_before(self, got: Outputs, wrong: Difference) -> bool:
+        """Whether what is wrong is what the replay before gave."""
         before, one = self.before.get(wrong.name), got[wrong.name]
-        if before is not None and before.shape == one.shape:
-            at = wrong.index
-            same = differences(
-                self.outputs,
-                {wrong.name: one[at].reshape(1)},
-                {wrong.name: before[at].reshape(1)},
-                {},
-            )
-            if not same[0].wrong:
-                return True
-        other = POISONS[0] if poison == POISONS[1] else POISONS[1]
-        again = self._once(given, other)[wrong.name]
-        if again.shape != one.shape:
+        if before is None or before.shape != one.shape:
             return False
-        return bool(differences(self.outputs, {wrong.name: again}, {wrong.name: one}, {})[0].wrong)
+        at = wrong.index
+        return _alike(self.outputs, wrong.name, one[at].reshape(1), before[at].reshape(1))
+
+    def _kept_state(self) -> str:
+        """Return whether an eager call on these inputs is wrong too, in words."""
+        try:
+            eager = run(self.kernel, self.case, self.buffers).outputs
+        except BROKEN:
+            return ""
+        wrong = any(d.wrong for d in self._against_recipe(eager))
+        return "; an eager call is wrong as well: it keeps a state" if wrong else ""
 
     def _kept_scalar(self) -> str:
         """Return a host scalar that a capture on these inputs would have otherwise, in words."""
@@ -213,10 +224,32 @@ class _Replays:
         return caused(found(Check.REPLAY, text), cause)
 
 
+UNSET = (
+    "reads memory that nothing in its graph has written, which holds anything in each replay, and "
+    "is wrong when "
+)
 FREED = (
     "keeps the address of memory that it freed when it was called with more rows: {} pieces of "
     "what its graph uses are gone; never let go of a workspace that a graph may have seen"
 )
+
+TAKEN = (
+    "writes to memory that it freed when it was called with more rows: {} bytes of what lies there "
+    "by now are overwritten by a replay; never let go of a workspace that a graph may have seen"
+)
+
+
+def _alike(outputs: Mapping[str, Output], name: str, one: Tensor, other: Tensor) -> bool:
+    """Whether two values of an output have the same bits."""
+    if one.shape != other.shape:
+        return False
+    return not differences(outputs, {name: one}, {name: other}, {})[0].wrong
+
+
+def _is_poison(got: Tensor, wrong: Difference, poison: int) -> bool:
+    """Whether the first wrong element is what memory was filled with."""
+    held = got[wrong.index].reshape(1).contiguous().view(torch.uint8)
+    return bool((held == poison).all())
 
 
 def _other_scalar(kept: Recording, now: Recording) -> str:

@@ -319,6 +319,8 @@ def _wrong_counts(inputs: RoutedRows) -> Iterator[tuple[str, str, Change]]:
          lambda c: torch.bincount(every, minlength=inputs.experts).int()),
         ("counts_of_tokens", "counts of tokens, a token with an expert twice once,",
          lambda c: torch.bincount(inputs.expert[once], minlength=inputs.experts).int()),
+        ("off_by_one", "every expert's end one row too early", lambda c: c - 1),
+        ("off_by_one", "every expert's end one row too late", lambda c: c + 1),
         ("counts_padded", "counts rounded up to blocks of 128", padded(128)),
         ("counts_padded", f"counts rounded up to blocks of {inputs.block}", padded(inputs.block)),
         ("counts_ends", "ends of the experts' rows for counts", lambda c: c.cumsum(0).int()),
