@@ -36,7 +36,14 @@ from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.suites import prefix_faults as faults
 from moe_parity.suites.prefix_faults import Planting
 from moe_parity.suites.prefix_hazards import (
-    CASES, CODES, COPIES, FC1, FC2, LAYER, SUM, table,
+    CASES,
+    CODES,
+    COPIES,
+    FC1,
+    FC2,
+    LAYER,
+    SUM,
+    table,
 )  # fmt: skip
 from moe_parity.suites.prefixed import as_bits, expected, poison, untouched
 

@@ -24,9 +24,9 @@ from moe_parity.references.errors import ParityError
 
 SCRIPT = """#!/bin/sh
 printf '%s\\n' "$*" >> "{log}"
-case "$*" in *{bad}*) echo "some.cu(3): error: it is bad"; exit 1;; esac
 for last in "$@"; do :; done
 echo made > "$last"
+case "$*" in *{bad}*) echo "some.cu(3): error: it is bad"; exit 1;; esac
 """
 
 
