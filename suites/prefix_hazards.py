@@ -118,8 +118,9 @@ def table() -> dict[str, Hazard]:
             "keeps the address of memory that it freed", look="replay",
         ),
         "4_workspace_in_the_graph": made(
-            FC1, faults.zeroed_once, "replay", "poison_read", "that nothing in its graph has written",
-            look="replay", on_gpu=("replay_differs", "stale_output"),
+            FC1, faults.zeroed_once, "replay", "poison_read",
+            "that nothing in its graph has written", look="replay",
+            on_gpu=("replay_differs", "stale_output"),
         ),
         "4_workspace_zeroed_once": made(
             FC1, faults.zeroed_once, "rerun", "unwritten_read", "bias_ptr (float32 [3, 128])",

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_parity.kernels import virtual_gpu as vg
-from moe_parity.kernels.virtual_gpu import meaning
 from moe_parity.references.chips import Unit, tensor_core
 from moe_parity.references.chips.hopper import MMA_F16, WGMMA_FP8
 
@@ -259,32 +258,6 @@ def test_grid_dependency_control_does_nothing() -> None:
     o = torch.zeros(1)
     vg.launch(dependent, (1,), o)
     assert o.item() == 1
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 8)])
-@pytest.mark.parametrize("element", [tl.float32, tl.pointer_type(tl.float32)], ids=str)
-def test_tensors_that_share_their_shape_have_all_that_triton_gives(
-    shape: tuple[int, ...], element: tl.dtype
-) -> None:
-    """Whatever version of Triton: the same attributes, the first of a type and the next one."""
-    ty = tl.block_type(element, list(shape)) if shape else element
-    plain = vars(tl.tensor("handle", ty))
-    for _ in range(2):
-        made = tl.tensor.__new__(tl.tensor)
-        meaning.TENSOR["__init__"](made, "handle", ty)
-        assert vars(made).keys() == plain.keys()
-        for name, value in plain.items():
-            assert str(getattr(made, name)) == str(value), name
-
-
-def test_a_type_of_a_shape_is_the_same_at_every_call() -> None:
-    plain = tl.block_type(tl.int32, [2, 8])
-    once = meaning.of_elements(plain, tl.float32)
-    assert once is meaning.of_elements(plain, tl.float32)
-    assert once == tl.block_type(tl.float32, [2, 8])
-    assert meaning.of_elements(once, tl.int32) == plain
-    pointers = meaning.of_elements(plain, tl.pointer_type(tl.int8))
-    assert pointers == tl.block_type(tl.pointer_type(tl.int8), [2, 8])
 
 
 @triton.jit

@@ -47,8 +47,8 @@ def outcome(rules: TritonSemantic, left: Any, right: Any, divides: bool) -> Any:
 @pytest.mark.parametrize("divides", [False, True])
 def test_shortcuts_change_nothing_of_tritons_type_rules(divides: bool):
     builder = VirtualBuilder(
-        Memory("none", []), num_warps=4, read_unit=lambda: None, compiling=language.compiling,
-        lanes=np.arange,
+        Memory("none", []), num_warps=4, read_unit=lambda: None,  # type: ignore[return-value]
+        compiling=language.compiling, lanes=np.arange,
     )  # fmt: skip
     own = TritonSemantic(builder)
     every = list(operands())

@@ -22,14 +22,7 @@ from triton.language.extra import cuda, libdevice
 from triton.runtime.jit import JITFunction
 
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
-from moe_parity.kernels.virtual_gpu.meaning import (
-    BUILTINS,
-    LANGUAGE,
-    SEMANTIC,
-    TENSOR,
-    Helpers,
-    of_elements,
-)
+from moe_parity.kernels.virtual_gpu.meaning import BUILTINS, LANGUAGE, SEMANTIC, TENSOR, Helpers
 from moe_parity.kernels.virtual_gpu.rewrite import HELPERS, rewritten
 
 Replacement = tuple[Any, str, Any]
@@ -153,6 +146,7 @@ def _with_element_ty(ty: Any, scalar: Any) -> Any:
     # the type made holds the scalar type, whose id stays its own
     if id(scalar) not in known:
         known[id(scalar)] = _with(ty, scalar)
+        known[id(scalar)].shape = ty.shape  # what is broadcast is told by it
     return known[id(scalar)]
 
 
@@ -178,7 +172,6 @@ def _replacements() -> list[Replacement]:
             found.append((tl.tensor, name, _method(member)))
     found += [(tl.tensor, name, value) for name, value in TENSOR.items()]
     found += [(target, n, value) for target in (tl, tl.core) for n, value in LANGUAGE.items()]
-    found.append((tl.block_type, "with_element_ty", of_elements))
     types = (tl.dtype, tl.block_type, tl.pointer_type)
     found += [(ty, "to_ir", lambda self, _: self) for ty in types]
     found.append((tl.tensor, "__init__", _initialized))

@@ -24,7 +24,7 @@ _SIGNED = {id(ty) for ty in (tl.int32, tl.int64)}
 """Types that any whole number of 32 bits beside them takes."""
 
 
-class _Semantic(TritonSemantic):
+class _Semantic(TritonSemantic):  # type: ignore[misc]
     """Triton's type rules, with shortcuts where they change nothing: most operations are such."""
 
     def cast(self, input: Any, dst_ty: Any, *how: Any, **named: Any) -> Any:  # noqa: A002
@@ -53,34 +53,6 @@ class _Semantic(TritonSemantic):
 
 def _whole(number: Any) -> bool:
     return type(number) is int and -(2**31) <= number < 2**31
-
-
-_PLAIN, _WITH = tl.tensor.__init__, tl.block_type.with_element_ty
-
-
-def _made(tensor: Any, handle: Any, ty: Any) -> None:
-    """Stand in for ``tl.tensor.__init__``: tensors of one type share what says their shape."""
-    known = vars(ty).get("sizes_of_tensors")
-    if known is None:
-        _PLAIN(tensor, handle, ty)
-        ty.sizes_of_tensors = tensor.numel, tensor.shape
-    else:
-        tensor.handle, tensor.type, tensor.dtype = handle, ty, ty.scalar
-        tensor.numel, tensor.shape = known
-
-
-def of_elements(block: Any, scalar: Any) -> Any:
-    """Stand in for ``tl.block_type.with_element_ty``: the same type at every call."""
-    if scalar is block.element_ty:
-        return block
-    known = vars(block).setdefault("types_of_this_shape", {})
-    if scalar.is_ptr() or scalar.name not in known:
-        made = _WITH(block, scalar)
-        if scalar.is_ptr():
-            return made
-        known[scalar.name] = made
-        made.types_of_this_shape, made.shape = known, block.shape
-    return known[scalar.name]
 
 
 SEMANTIC = _Semantic(None)
@@ -236,7 +208,6 @@ LANGUAGE = {
 """Names of ``triton.language`` that the compiler treats on its own."""
 
 TENSOR = {
-    "__init__": _made,
     "__index__": _element,
     "__bool__": _is_set,
     "__repr__": lambda tensor: f"{tensor.type}{tensor.handle.data}",
