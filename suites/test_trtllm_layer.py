@@ -156,7 +156,7 @@ class StandIn:
     def __init__(self, recipe: Recipe = TRTLLM_FUSED) -> None:
         self.recipe, self.stream = recipe, None
 
-    def workspace(self, layer: Any) -> int:
+    def workspace(self, layer: Any) -> Any:
         return 128 * layer.rows
 
     def run(self, layer: Any, stream: int) -> None:
@@ -201,7 +201,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return made
 
 
-def called(name: str, case: Case, inputs: Any) -> Tensor:
+def called(name: str, case: Case, inputs: Any) -> Any:
     """Run a kernel that needs a GPU, on a CPU, with memory of no poison."""
 
     def allocate(name, shape, strides, dtype):
