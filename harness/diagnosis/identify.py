@@ -230,7 +230,9 @@ def _in_two(seen: Seen, base: Recipe, fields: list[Field]) -> list[Recipe]:
     # rows on which what is left of the second step agrees tell of the first alone
     agreed = _agreed(probe, seconds)
     told = _matching_rows(seen, agreed, (_with(seconds[0], r, of_first) for r in firsts))
-    return seen.matching(_with(two, one, of_first) for two in seconds for one in told)
+    found = seen.matching(_with(two, one, of_first) for two in seconds for one in told)
+    # what those rows leave of the second step need not hold what the others show
+    return found or _climbed(seen)
 
 
 def _muted(probe: Probe, recipes: Sequence[Recipe]) -> Tensor:
