@@ -17,6 +17,7 @@ from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.meaning import SEMANTIC, unwrap
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
+from moe_parity.references.chips.hopper import WGMMA_FP8
 
 TYPES = (tl.int1, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float32)
 NUMBERS = (0, 1, -1, 127, 128, 2**31 - 1, 2**31, -(2**31) - 1, 2**40, True, 1.5)
@@ -47,8 +48,8 @@ def outcome(rules: TritonSemantic, left: Any, right: Any, divides: bool) -> Any:
 @pytest.mark.parametrize("divides", [False, True])
 def test_shortcuts_change_nothing_of_tritons_type_rules(divides: bool):
     builder = VirtualBuilder(
-        Memory("none", []), num_warps=4, read_unit=lambda: None,  # type: ignore[return-value]
-        compiling=language.compiling, lanes=np.arange,
+        Memory("none", []), num_warps=4, read_unit=lambda: WGMMA_FP8, compiling=language.compiling,
+        lanes=np.arange,
     )  # fmt: skip
     own = TritonSemantic(builder)
     every = list(operands())

@@ -24,7 +24,7 @@ _SIGNED = {id(ty) for ty in (tl.int32, tl.int64)}
 """Types that any whole number of 32 bits beside them takes."""
 
 
-class _Semantic(TritonSemantic):  # type: ignore[misc]
+class _Semantic(TritonSemantic):  # type: ignore[misc]  # Triton has no types
     """Triton's type rules, with shortcuts where they change nothing: most operations are such."""
 
     def cast(self, input: Any, dst_ty: Any, *how: Any, **named: Any) -> Any:  # noqa: A002
