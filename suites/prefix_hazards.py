@@ -25,7 +25,7 @@ BITS = Contract(checks=frozenset({Check.EXACT}))
 JUDGED = Contract(checks=frozenset({Check.EXACT, Check.WRITE_SET, Check.RERUN}))
 SERVED = Contract().promising(Check.NO_SYNC)
 FULL_TILE = Case(m=16, e=2, k=2, h=128, i=64, values=Values.AIMED)
-ONE_EXPERT = Case(m=64, e=1, i=128, values=Values.AIMED)
+ONE_EXPERT = Case(m=32, e=1, i=128, values=Values.AIMED)
 BOTH = "cpu", "cuda"
 
 
@@ -118,7 +118,7 @@ def table() -> dict[str, Hazard]:
             "keeps the address of memory that it freed", look="replay",
         ),
         "4_workspace_in_the_graph": made(
-            FC1, faults.zeroed_once, "replay", "poison_read", "that nothing in its graph has written",
+            FC1, faults.zeroed_once, "replay", "poison_read", "nothing in its graph has written",
             look="replay", on_gpu=("replay_differs", "stale_output"),
         ),
         "4_workspace_zeroed_once": made(
@@ -126,11 +126,11 @@ def table() -> dict[str, Hazard]:
             on_gpu=unread,
         ),
         "5_codes_over_rows": made(
-            CODES, faults.codes_over_rows(), "exact", "race", "of rows_ptr (bfloat16 [64, 256])",
+            CODES, faults.codes_over_rows(), "exact", "race", "of rows_ptr (bfloat16 [32, 256])",
             case=ONE_EXPERT, configs=of_16, contract=BITS, devices=("cpu",),
         ),
         "5_codes_over_rows_in_one_program": made(
-            CODES, faults.codes_over_rows(1), "exact", "unknown", "in rows 48 to",
+            CODES, faults.codes_over_rows(1), "exact", "unknown", "in rows 24 to",
             case=ONE_EXPERT, configs=of_16, contract=BITS, on_gpu=("unknown", "race", "bad_output"),
         ),
         "5_rows_over_rows_that_are_returned": made(
