@@ -131,7 +131,7 @@ def table() -> dict[str, Hazard]:
         ),
         "5_codes_over_rows_in_one_program": made(
             CODES, faults.codes_over_rows(1), "exact", "unknown", "in rows 24 to",
-            case=ONE_EXPERT, configs=of_16, contract=BITS, on_gpu=("unknown", "race", "bad_output"),
+            case=ONE_EXPERT, configs=of_16, contract=BITS, on_gpu=(*unread, "poison"),
         ),
         "5_rows_over_rows_that_are_returned": made(
             LAYER, faults.overlaid, "exact_fc1", "unknown", "in fc1 of ours_prefix_sum",
@@ -199,7 +199,7 @@ def table() -> dict[str, Hazard]:
         ),
         "9_end_in_the_layer_too_few": made(
             LAYER, faults.ends_of_rows_moved(-1), "exact", "unwritten_read",
-            "prefix_combine_kernel", devices=("cpu",),
+            "prefix_combine_kernel", on_gpu=(*unread, "poison", "unknown"),
         ),
         "9_end_in_the_layer_too_many": made(
             LAYER, faults.ends_of_rows_moved(1), "exact", "unwritten_read", "of a_ptr (uint8",
