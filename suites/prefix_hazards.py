@@ -53,6 +53,10 @@ def of_16(case: Case, device: str) -> dict[str, Any]:
     return {"align16": 16}
 
 
+def of_64(case: Case, device: str) -> dict[str, Any]:
+    return {"align64": 64}
+
+
 def by_rows(case: Case, device: str) -> dict[str, Any]:
     """Return another alignment for an odd number of rows."""
     return {"odd": 16} if case.m % 2 else {"even": 128}
@@ -147,14 +151,16 @@ def table() -> dict[str, Hazard]:
         "7_gemm_at_16_of_128": made(
             FC1, faults.alignment_of(16), "write_set", "beside", "writes out[64, 0], declared",
         ),
-        "7_gemm_at_256_of_128": made(
-            FC1, faults.alignment_of(256), "exact", "unwritten", "leaves out[128, 0] unwritten",
+        "7_gemm_at_128_of_64": made(
+            FC1, faults.alignment_of(128), "exact", "unwritten", "leaves out[64, 0] unwritten",
+            configs=of_64,
         ),
         "7_codes_at_16_of_128": made(
             CODES, faults.alignment_of(16), "write_set", "beside", "writes codes[16, 0], declared",
         ),
-        "7_codes_at_256_of_128": made(
-            CODES, faults.alignment_of(256), "exact", "unwritten", "leaves codes[128, 0] unwritten",
+        "7_codes_at_128_of_64": made(
+            CODES, faults.alignment_of(128), "exact", "unwritten", "leaves codes[64, 0] unwritten",
+            configs=of_64,
         ),
         "7_process_wide": made(
             FC1, faults.process_wide_alignment, "sequence", "leaks_state", "; alone it is right",

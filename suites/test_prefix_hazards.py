@@ -31,7 +31,7 @@ from moe_parity.kernels import Kernel, find
 from moe_parity.kernels.ours import activation, moe, permute, prefix_sum, quant
 from moe_parity.kernels.virtual_gpu import record
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.language import Case, Routing, ScaleFormat, Values
+from moe_parity.references.language import Case, Check, Routing, ScaleFormat, Values
 from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.suites import prefix_faults as faults
 from moe_parity.suites.prefix_faults import Planting
@@ -123,7 +123,7 @@ def test_the_output_over_an_intermediate_is_no_hazard(
 
 def clean(name: str, count: int) -> Iterator[tuple[Kernel, Case]]:
     """Draw cases of a kernel: sizes, routings, ends, ranks, formats, alignments."""
-    kernel = dataclasses.replace(find(name), contract=JUDGED)
+    kernel = dataclasses.replace(find(name), contract=JUDGED.promising(Check.NO_SYNC))
     stage = kernel.stage
 
     def pick(n: int, what: str, below: int) -> int:
@@ -145,10 +145,13 @@ def clean(name: str, count: int) -> Iterator[tuple[Kernel, Case]]:
         case = Case(**{word: value for word, value in words.items() if word in known})
         aligned = list(kernel.configs(case, "cpu").items()) or [("", None)]
         chosen = dict([aligned[pick(n, "alignment", len(aligned))]])
-        picked = dataclasses.replace(kernel, configs=lambda c, d, chosen=chosen: chosen)
-        refusal = picked.declines(case, "cpu")
-        if refusal is None:
-            yield picked if aligned[0][0] else kernel, case
+        if kernel.declines(case, "cpu") is None:
+            yield aligned_as(kernel, chosen) if aligned[0][0] else kernel, case
+
+
+def aligned_as(kernel: Kernel, chosen: dict[str, Any]) -> Kernel:
+    """Return a kernel of one alignment."""
+    return dataclasses.replace(kernel, configs=lambda case, device: chosen)
 
 
 STAGES = COPIES, FC1, FC2, CODES, SUM
@@ -167,8 +170,11 @@ def test_clean_prefix_kernels_are_accused_of_no_hazard(parity_device: str):
                 share = wanted // len(STAGES) * (1 + STAGES.index(name))
                 if cases >= share or look == "sequence":
                     continue
-                wrong = [v for v in looked(look, kernel, case, parity_device, {}) if v.failed]
+                every = list(looked(look, kernel, case, parity_device, {}))
+                wrong = [v for v in every if v.failed]
                 assert not wrong, (name, case.id, wrong[0].message)
+                if all(v.verdict == "skip" for v in every):
+                    continue
                 counted[look] += weight(look, kernel, case, parity_device)
         for start in range(0, wanted // len(STAGES), TOGETHER):
             cases = [case for _, case in drawn[start : start + TOGETHER]]
@@ -221,7 +227,7 @@ def test_one_captured_prefix_call_takes_routing_ends_and_counts_as_they_are(pari
     case = Case(m=TOKENS, e=EXPERTS, k=2, h=128, i=128)
     made = layer_inputs(case, parity_device, spoil=False)
     codes, scales = quant.act_quant(made.batch.x)
-    ids, weights = made.batch.ids.int().clone(), made.batch.weights
+    ids, weights = torch.full_like(made.batch.ids, -1), made.batch.weights
     space = prefix_sum.Workspace.empty(ids.numel(), made.experts, alignment=16)
     out = torch.empty((TOKENS, 128), dtype=torch.bfloat16, device=parity_device)
     rows: dict[str, Tensor] = {

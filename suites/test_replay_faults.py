@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_parity.harness.calling import bystanders
 from moe_parity.harness.calling.run import run
 from moe_parity.harness.checks.expect import Recorder
+from moe_parity.harness.checks.promises import no_sync
 from moe_parity.harness.checks.replay import replay
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import Call, Kernel
@@ -355,6 +356,21 @@ def test_the_seed_of_a_run_is_that_of_its_cases(
     case = CASES["combine"]
     test(made("combine", right), case, "cpu", parity_recorder, 7)
     assert seen == [dataclasses.replace(case, seed=7)]
+
+
+def test_a_captured_call_has_the_configuration_of_an_eager_one():
+    """Otherwise the eager call asks for other memory than the graph has."""
+    seen: list[object] = []
+
+    def noted(call: Call) -> Outputs:
+        seen.append(call.config)
+        return written(call, quantized(call))
+
+    kernel = kernel_of("act_quant", noted, RECIPES["act_quant"])
+    kernel = dataclasses.replace(kernel, configs=lambda case, device: {"one": "first"})
+    assert verdict_of(kernel).verdict == "pass"
+    assert no_sync(kernel, CASES["act_quant"], "cpu").verdict == "pass"
+    assert set(seen) == {"first"}
 
 
 def test_what_stands_in_freed_memory_tells_who_writes_there(monkeypatch: pytest.MonkeyPatch):
