@@ -87,8 +87,8 @@ def table() -> dict[str, Hazard]:
             "leaves counts as it was before", look="replay",
         ),
         "1_stale_ends_of_a_gemm_in_a_graph": made(
-            FC1, faults.stale_ends(GEMM), "replay", "stale_output", "leaves rows as it was before",
-            look="replay",
+            FC1, faults.stale_ends(GEMM), "replay", "stale_output",
+            "; an eager call is wrong as well: it keeps a state", look="replay",
         ),
         "2_gap_of_rows": made(
             COPIES, faults.zeroed_padding, "write_set", "beside",
@@ -139,11 +139,11 @@ def table() -> dict[str, Hazard]:
         ),
         "5_rows_over_rows_that_are_returned": made(
             LAYER, faults.overlaid, "exact_fc1", "unknown", "in fc1 of ours_prefix_sum",
-            contract=BITS,
+            contract=BITS, case=Case(m=1, h=128, i=128),
         ),
         "6_flag_that_survives": made(
             COPIES, faults.surviving_flag, "replay", "stale_output",
-            "leaves counts as it was before", look="replay",
+            "; an eager call is wrong as well: it keeps a state", look="replay",
         ),
         "7_rows_at_16_of_128": made(
             COPIES, faults.alignment_of(16), "exact", "unwritten", "leaves codes[128, 0] unwritten",
