@@ -27,11 +27,12 @@ from moe_parity.harness.checks.promises import no_sync
 from moe_parity.harness.checks.replay import changes, replay
 from moe_parity.harness.checks.sequence import sequence
 from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.harness.session.skips import skip_test
 from moe_parity.kernels import Kernel, find
 from moe_parity.kernels.ours import activation, moe, permute, prefix_sum, quant
 from moe_parity.kernels.virtual_gpu import record
 from moe_parity.references.arithmetic import random_bits
-from moe_parity.references.language import Case, Check, Routing, ScaleFormat, Values
+from moe_parity.references.language import Case, Check, Routing, ScaleFormat, Skip, Values, Why
 from moe_parity.references.stages.layer.inputs import layer_inputs
 from moe_parity.suites import prefix_faults as faults
 from moe_parity.suites.prefix_faults import Planting
@@ -83,7 +84,9 @@ def test_a_prefix_hazard_is_red_and_named(
 ):
     hazard = HAZARDS[name]
     if parity_device not in hazard.devices:
-        pytest.skip("docs/dispatch.md says why a GPU does not show it")
+        skip_test(
+            Skip(Why.UNSUPPORTED, f"{name}: docs/dispatch.md says why a GPU does not show it.")
+        )
     planting = Planting(patch=monkeypatch, folder=tmp_path)
     hazard.plant(planting)
     kernel = dataclasses.replace(
