@@ -247,8 +247,8 @@ def host_count(planting: Planting) -> None:
     right = prefix_sum.prefix_gemm
 
     def wrong(a: Tensor, s: Tensor, w: Tensor, ws: Tensor, ends: Tensor, **options: Any) -> Tensor:
+        out: Tensor = options["out"]
         if ends[-1].item() == 0:
-            out: Tensor = options["out"]
             return out
         return right(a, s, w, ws, ends, **options)
 

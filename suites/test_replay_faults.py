@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_parity.harness.calling import bystanders
 from moe_parity.harness.calling.run import run
 from moe_parity.harness.checks.expect import Recorder
+from moe_parity.harness.checks.promises import no_sync
 from moe_parity.harness.checks.replay import replay
 from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.kernels import Call, Kernel
@@ -354,3 +356,40 @@ def test_the_seed_of_a_run_is_that_of_its_cases(
     case = CASES["combine"]
     test(made("combine", right), case, "cpu", parity_recorder, 7)
     assert seen == [dataclasses.replace(case, seed=7)]
+
+
+def test_a_captured_call_has_the_configuration_of_an_eager_one():
+    """Otherwise the eager call asks for other memory than the graph has."""
+    seen: list[object] = []
+
+    def noted(call: Call) -> Outputs:
+        seen.append(call.config)
+        return written(call, quantized(call))
+
+    kernel = kernel_of("act_quant", noted, RECIPES["act_quant"])
+    kernel = dataclasses.replace(kernel, configs=lambda case, device: {"one": "first"})
+    assert verdict_of(kernel).verdict == "pass"
+    assert no_sync(kernel, CASES["act_quant"], "cpu").verdict == "pass"
+    assert set(seen) == {"first"}
+
+
+def test_what_stands_in_freed_memory_tells_who_writes_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bystanders, "MOST", 700)
+    standing = bystanders.Bystanders([600, 64, 512], "cpu")
+    assert [tensor.numel() for tensor in standing.tensors] == [64, 512]
+    assert standing.hit == 0
+    standing.tensors[1][5:8] = 0
+    assert standing.hit == 3
+
+
+def test_free_blocks_are_those_of_the_stream_and_of_no_graph():
+    def segment(stream: int, pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
+        every = [{"size": size, "state": state} for size, state in blocks]
+        return {"stream": stream, "segment_pool_id": pool, "blocks": every}
+
+    snapshot = [
+        segment(0, (0, 0), (512, "inactive"), (1024, "active_allocated"), (2048, "inactive")),
+        segment(0, (0, 1), (4096, "inactive")),
+        segment(7, (0, 0), (8192, "inactive")),
+    ]
+    assert list(bystanders.free_blocks(snapshot, 0)) == [512, 2048]

@@ -106,15 +106,13 @@ def capture(kernel: Kernel, case: Case, inputs: Any) -> Captured | Stopped:
     Whatever the kernel raises in the first call passes through.
     """
     warm = run(kernel, case, inputs)
-    allocate = PoisonedAllocator(
-        device=str(kernel.stage.handed(inputs)[0].device), poison=0xFF, names=warm.outputs
-    )
+    device = kernel.stage.handed(inputs)[0].device
+    allocate = PoisonedAllocator(device=str(device), poison=0xFF, names=warm.outputs)
     call = _Static(
         case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=allocate,
-        order=iter(warm.memory),
+        config=kernel.config(case, device.type), order=iter(warm.memory),
     )  # fmt: skip
-    on_gpu = kernel.stage.handed(inputs)[0].is_cuda
-    made = _graph(kernel, call) if on_gpu else _recorded(kernel, call)
+    made = _graph(kernel, call) if device.type == "cuda" else _recorded(kernel, call)
     if isinstance(made, Stopped):
         return made
     return dataclasses.replace(made, memory=warm.memory + allocate.outputs, first=warm.outputs)

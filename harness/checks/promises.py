@@ -113,9 +113,13 @@ def _unmeasurable(kernel: Kernel, case: Case, device: str) -> str:
 
 
 def _call(kernel: Kernel, case: Case, inputs: Any) -> Call:
-    device = str(kernel.stage.handed(inputs)[0].device)
-    new = PoisonedAllocator(device=device, poison=0xFF, names=kernel.stage.outputs(case, inputs))
-    return Call(case=case, stage=kernel.stage, inputs=aliased(inputs), allocate=new)
+    device = kernel.stage.handed(inputs)[0].device
+    names = kernel.stage.outputs(case, inputs)
+    return Call(
+        case=case, stage=kernel.stage, inputs=aliased(inputs),
+        allocate=PoisonedAllocator(device=str(device), poison=0xFF, names=names),
+        config=kernel.config(case, device.type),
+    )  # fmt: skip
 
 
 def _sized(kernel: Kernel, case: Case, device: str, sizes: Iterable[int]) -> Iterator[Call]:
