@@ -127,7 +127,7 @@ def table() -> dict[str, Hazard]:
         ),
         "4_workspace_zeroed_once": made(
             FC1, faults.zeroed_once, "rerun", "unwritten_read", "bias_ptr (float32 [3, 128])",
-            on_gpu=unread,
+            devices=("cpu",),
         ),
         "5_codes_over_rows": made(
             CODES, faults.codes_over_rows(), "exact", "race", "of rows_ptr (bfloat16 [32, 256])",

@@ -138,11 +138,10 @@ def test_a_path_has_its_own_blocks(name: str, block: int):
 
 
 def test_every_stage_has_our_kernel():
-    """Of all stages but the permutation, which our layer does not need."""
     from moe_parity.kernels import all_kernels
 
     ours = {kernel.stage.name for kernel in all_kernels() if kernel.name.startswith("ours_")}
-    assert ours == set(STAGES) - {"permute"}
+    assert ours == set(STAGES)
     assert {kernel.stage.name for kernel in all_kernels()} == set(STAGES)
 
 

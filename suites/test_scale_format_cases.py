@@ -50,7 +50,7 @@ def test_a_layer_whose_activations_arrive_quantized(
 
 def test_a_kernel_takes_quantized_activations_only_if_it_says_so():
     takes = {k.name for k in all_kernels(LAYER) if k.takes_quantized}
-    assert takes == {"ours_large"}
+    assert takes == {"ours_large", "ours_prefix_sum"}
     for kernel in all_kernels(LAYER):
         if kernel.name not in takes and not kernel.needs_gpu:
             declined = str(kernel.declines(ARRIVES[0], "cpu"))

@@ -212,7 +212,7 @@ return {name: held[name].copy_(made[name]) for name in made}
 """, 3),
     "a view of a large one": ("combine", """
 made = right(call)["out"]
-pool = KEPT.setdefault(made.dtype, torch.empty(1 << 20, dtype=made.dtype))
+pool = KEPT.setdefault(made.dtype, torch.empty(1 << 20, dtype=made.dtype, device=made.device))
 return pool[: made.numel()].view(made.shape).copy_(made)
 """, 2),
     "the output of a layer": ("layer", """

@@ -64,12 +64,14 @@ WHOLE = {
     "swiglu": Case(m=7, e=3, i=128),
     "swiglu_quant": Case(m=7, e=3, i=128),
     "combine": Case(m=5, e=4, k=2, h=64),
+    "quant_gemm": Case(m=7, h=256, i=128),
     "layer": Case(m=3, e=4, k=2, h=128, i=128),
 }
 ROWS = {
     "act_quant": [[1, 3, 5]], "weight_quant": [list(range(128, 256))], "align": [],
     "permute": [[3, 4, 5, 9, 10, 11]], "fc1": [[2, 3, 6, 7]], "fc2": [[2, 3, 6, 7]],
-    "swiglu": [[1, 3, 5]], "swiglu_quant": [[1, 3, 5]], "combine": [[1, 3]], "layer": [[0], [2]],
+    "swiglu": [[1, 3, 5]], "swiglu_quant": [[1, 3, 5]], "combine": [[1, 3]],
+    "quant_gemm": [[1, 3, 5]], "layer": [[0], [2]],
 }  # fmt: skip
 """Of the stage's first output (the layer's last): every second row, token or tile, in pairs."""
 

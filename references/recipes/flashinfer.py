@@ -11,6 +11,7 @@ from moe_parity.references.stages.quant.decisions import (
     NanAmax,
     QuantRecipe,
     ScaleForm,
+    ZeroCompare,
     ZeroGroup,
 )
 from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
@@ -21,6 +22,7 @@ _CUTLASS = quantizer(
     "FlashInfer 0.7.4 fp8_blockscale_gemm_90: TensorRT-LLM's source under -use_fast_math",
     QuantRecipe(
         zero_group=ZeroGroup.SCALE_ONE,
+        zero_compare=ZeroCompare.FLUSHED,
         scale_form=ScaleForm.RECIP_OF_MULTIPLIER_FAST,
         apply=Apply.MUL_MULTIPLIER_FAST,
         nan_amax=NanAmax.IGNORE_UNLESS_ALL,

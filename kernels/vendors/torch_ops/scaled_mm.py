@@ -21,6 +21,8 @@ from moe_parity.references.stages.gemm.stage import GroupedRows
 
 SPLITS_FROM = 6144
 """The least K of which halves were seen; of 512, 1024 and 2048 they were not."""
+ROWS = 4
+"""Tokens are a multiple: cuBLASLt refuses others (met from 1 to 1,028)."""
 WORDS = 4
 """Scales of the weights that lie together: K's blocks are padded to a multiple."""
 
@@ -88,6 +90,8 @@ def scaled_mm(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
 def _supports(case: Case, device: str) -> str | None:
     if case.e != 1 or case.k != 1 or case.ep_size != 1:
         return "one expert and one choice: a dense product."
+    if case.m % ROWS:
+        return f"M = {case.m} must be a multiple of {ROWS}: cuBLASLt refuses others."
     if case.h % 128 or (2 * case.i) % 16:
         return f"K = {case.h} must be a multiple of 128 and N = {2 * case.i} one of 16."
     return None

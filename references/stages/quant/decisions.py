@@ -57,6 +57,17 @@ class ZeroGroup(Option):
     SCALE_ONE = "scale_one", "scale 1", "TensorRT-LLM scale_1x128_kernel"
 
 
+class ZeroCompare(Option):
+    """What is taken for zero where a group of zeros gets scale 1."""
+
+    AS_IT_IS = "as_it_is", "zero alone", "TensorRT-LLM scale_1x128_kernel"
+    FLUSHED = (
+        "flushed",
+        "a subnormal amax too, which the comparison flushes",
+        "FlashInfer: the TensorRT-LLM source under -use_fast_math (measured on an H200)",
+    )
+
+
 class ScaleForm(Option):
     """How the fp32 scale comes from amax."""
 
@@ -187,6 +198,13 @@ ZERO_GROUP = Decision(
     options=ZeroGroup,
     aim=aims.zero_groups,
 )
+ZERO_COMPARE = Decision(
+    name="quant.zero_compare",
+    question="Is a subnormal amax taken for zero where zeros get scale 1?",
+    options=ZeroCompare,
+    aim=aims.tiny_groups,
+    exists=lambda recipe: recipe.zero_group is ZeroGroup.SCALE_ONE,
+)
 SCALE_FORM = Decision(
     name="quant.scale_form",
     question="How does the scale come from amax?",
@@ -243,6 +261,7 @@ class QuantRecipe(Part):
     floor: Floor = decided(FLOOR, Floor.NONE)
     floor_order: FloorOrder = decided(FLOOR_ORDER, FloorOrder.BEFORE)
     zero_group: ZeroGroup = decided(ZERO_GROUP, ZeroGroup.AS_FLOORED)
+    zero_compare: ZeroCompare = decided(ZERO_COMPARE, ZeroCompare.AS_IT_IS)
     scale_form: ScaleForm = decided(SCALE_FORM, ScaleForm.DIV_448)
     apply: Apply = decided(APPLY, Apply.DIVIDE)
     power_of_two: PowerOfTwo = decided(POWER_OF_TWO, PowerOfTwo.BIT_CEIL)

@@ -37,6 +37,7 @@ from moe_parity.references.stages.quant.decisions import (
     PowerOfTwo,
     QuantRecipe,
     ScaleForm,
+    ZeroCompare,
     ZeroGroup,
 )
 
@@ -166,8 +167,8 @@ def scale_of(
     """Return the scales [G] that are stored for groups of those maxima."""
     floored = _at_least(amax, _AMAX_FLOORS.get(recipe.floor))
     scale = _scale(floored, recipe, power_of_two, form.largest)
-    if recipe.zero_group is ZeroGroup.SCALE_ONE:
-        scale = torch.where(amax == 0, f32(1.0, amax), scale)
+    if recipe.zero_group is not ZeroGroup.AS_FLOORED:
+        scale = torch.where(_is_zero(amax, recipe.zero_compare), f32(1.0, amax), scale)
     return scale
 
 
@@ -185,8 +186,8 @@ def codes_by(
     floored = _at_least(amax, _AMAX_FLOORS.get(recipe.floor))
     how = recipe.apply
     scaled = _apply(groups, floored[:, None], scale[:, None], how, power_of_two, form.largest)
-    if recipe.zero_group is ZeroGroup.SCALE_ONE:
-        scaled = torch.where((amax == 0)[:, None], groups, scaled)
+    if recipe.zero_group is not ZeroGroup.AS_FLOORED:
+        scaled = torch.where(_is_zero(amax, recipe.zero_compare)[:, None], groups, scaled)
     code = (cast or form.encode)(scaled)
     if recipe.overflow is Overflow.NAN:
         code = torch.where(scaled.abs() > form.rounds_to_largest, form.nan, code)
@@ -204,6 +205,11 @@ def _amax(groups: Tensor, nan_amax: NanAmax) -> Tensor:
         return amax
     poisoned = nan.any(1) if nan_amax is NanAmax.PROPAGATE else nan.all(1)
     return from_bits(torch.where(poisoned, F32_NAN_BITS, amax.view(torch.int32)))
+
+
+def _is_zero(amax: Tensor, how: ZeroCompare) -> Tensor:
+    """Return which groups get a scale of 1 and their elements as codes."""
+    return (special.flush(amax) if how is ZeroCompare.FLUSHED else amax) == 0
 
 
 def _at_least(x: Tensor, floor: float | None) -> Tensor:
