@@ -47,7 +47,7 @@ GATED: Mapping[str, tuple[tuple[Case, str], ...]] = {
         (PLAIN, "shift"), (dataclasses.replace(PLAIN, gate=Gate.SWIGLUOAI), "shift"),
     ),
     "swiglu.clamp_nan": ((SPECIAL, "nan_ups"),),
-    "quant.zero_compare": ((PLAIN, "tiny_groups"), (PLAIN, "least")),
+    "quant.subnormal_amax": ((PLAIN, "tiny_groups"), (PLAIN, "least")),
     "quant.floor": ((PLAIN, "tiny_groups"), (PLAIN, "least")),
     "quant.apply": ((PLAIN, "quotients"),),
     "quant.power_of_two": (

@@ -143,10 +143,11 @@ KEPT += [
 
 
 def test_every_witness_is_of_a_case_that_would_be_recorded_again():
-    """One that its stage names and its kernel takes; and each that a stage names has a witness."""
+    """One that its stage names and its kernel takes; each that some such kernel takes has one."""
     known = sorted({path.name.partition("-")[0] for path in KEPT})
     assert len(known) > 20
     covered: dict[str, set[str]] = {}
+    takes: dict[str, set[str]] = {}
     for name in known:
         kernel = find(name)
         kept = {path.stem.partition("-")[2] for path in KEPT if path.name.startswith(f"{name}-")}
@@ -158,9 +159,12 @@ def test_every_witness_is_of_a_case_that_would_be_recorded_again():
                 seen = witness.read(path)[0]
                 assert seen.seed == taken[path.stem.partition("-")[2]], path.name
         covered.setdefault(kernel.stage.name, set()).update(kept)
+        takes.setdefault(kernel.stage.name, set()).update(taken)
     covered["fc2"] |= covered["fc1"]  # no kernel of fc2 is dense
     for stage, kept in covered.items():
-        assert kept == {case.id for case in STAGES[stage].witness_cases()}, stage
+        named = {case.id for case in STAGES[stage].witness_cases()}
+        # no op that quantizes inside takes UE8M0
+        assert kept == (takes[stage] if stage == "quant_gemm" else named), stage
 
 
 # --- chips --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from moe_parity.references.stages.quant.decisions import (
     NanAmax,
     QuantRecipe,
     ScaleForm,
-    ZeroCompare,
+    SubnormalAmax,
     ZeroGroup,
 )
 from moe_parity.references.stages.swiglu.decisions import SwigluRecipe
@@ -22,7 +22,7 @@ _CUTLASS = quantizer(
     "FlashInfer 0.7.4 fp8_blockscale_gemm_90: TensorRT-LLM's source under -use_fast_math",
     QuantRecipe(
         zero_group=ZeroGroup.SCALE_ONE,
-        zero_compare=ZeroCompare.FLUSHED,
+        subnormal_amax=SubnormalAmax.FIRST_LANE,
         scale_form=ScaleForm.RECIP_OF_MULTIPLIER_FAST,
         apply=Apply.MUL_MULTIPLIER_FAST,
         nan_amax=NanAmax.IGNORE_UNLESS_ALL,

@@ -71,12 +71,7 @@ def inside(seen: Seen) -> list[Seen]:
     return found or [seen]
 
 
-NOT_RUN = {
-    "flashinfer_blockscale_gemm",
-    "flashinfer_blockscale_gemm_exact",
-    "flashinfer_fused_moe",
-    "trtllm_fused_moe",
-}
+NOT_RUN: set[str] = set()
 """Kernels that need a GPU and were not run yet: a witness takes its kernel out of here."""
 
 
@@ -185,12 +180,12 @@ def both(stage: Stage) -> list[tuple[str, Recipe]]:
 
 
 def agree(one: Recipe, other: Recipe, stage: Stage) -> bool:
-    """Whether two recipes make the same choices, of those that the probes ask for."""
-    fields = {(part, name) for probe in probes(stage) for part, name, _ in probe.fields}
+    """Whether two recipes make the same choices, of those that the probes ask for and they have."""
+    fields = {(p, a): decision for probe in probes(stage) for p, a, decision in probe.fields}
     return all(
         getattr(one.parts[part], name) is getattr(other.parts[part], name)
-        for part, name in fields
-        if part in one.parts and part in other.parts
+        for (part, name), decision in fields.items()
+        if part in one.parts and part in other.parts and decision.exists(one.parts[part])
     )
 
 

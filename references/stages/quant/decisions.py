@@ -57,13 +57,13 @@ class ZeroGroup(Option):
     SCALE_ONE = "scale_one", "scale 1", "TensorRT-LLM scale_1x128_kernel"
 
 
-class ZeroCompare(Option):
-    """What is taken for zero where a group of zeros gets scale 1."""
+class SubnormalAmax(Option):
+    """What the maximum of a group of subnormals is."""
 
-    AS_IT_IS = "as_it_is", "zero alone", "TensorRT-LLM scale_1x128_kernel"
-    FLUSHED = (
-        "flushed",
-        "a subnormal amax too, which the comparison flushes",
+    LARGEST = "largest", "the largest magnitude", "every project without fast-math"
+    FIRST_LANE = (
+        "first_lane",
+        "the largest of elements 0, 1, 64 and 65: lanes are compared flushed, and the first stays",
         "FlashInfer: the TensorRT-LLM source under -use_fast_math (measured on an H200)",
     )
 
@@ -198,12 +198,15 @@ ZERO_GROUP = Decision(
     options=ZeroGroup,
     aim=aims.zero_groups,
 )
-ZERO_COMPARE = Decision(
-    name="quant.zero_compare",
-    question="Is a subnormal amax taken for zero where zeros get scale 1?",
-    options=ZeroCompare,
+SUBNORMAL_AMAX = Decision(
+    name="quant.subnormal_amax",
+    question="Which element is the maximum of a group of subnormals?",
+    options=SubnormalAmax,
     aim=aims.tiny_groups,
-    exists=lambda recipe: recipe.zero_group is ZeroGroup.SCALE_ONE,
+    # Comparisons flush under fast-math alone; a floor of amax or of the scale hides it.
+    exists=lambda recipe: (
+        recipe.zero_group is ZeroGroup.SCALE_ONE and recipe.apply is Apply.MUL_MULTIPLIER_FAST
+    ),
 )
 SCALE_FORM = Decision(
     name="quant.scale_form",
@@ -261,7 +264,7 @@ class QuantRecipe(Part):
     floor: Floor = decided(FLOOR, Floor.NONE)
     floor_order: FloorOrder = decided(FLOOR_ORDER, FloorOrder.BEFORE)
     zero_group: ZeroGroup = decided(ZERO_GROUP, ZeroGroup.AS_FLOORED)
-    zero_compare: ZeroCompare = decided(ZERO_COMPARE, ZeroCompare.AS_IT_IS)
+    subnormal_amax: SubnormalAmax = decided(SUBNORMAL_AMAX, SubnormalAmax.LARGEST)
     scale_form: ScaleForm = decided(SCALE_FORM, ScaleForm.DIV_448)
     apply: Apply = decided(APPLY, Apply.DIVIDE)
     power_of_two: PowerOfTwo = decided(POWER_OF_TWO, PowerOfTwo.BIT_CEIL)

@@ -28,6 +28,7 @@ from moe_parity.references.arithmetic.rounding import div_rn, f32, mul_rn
 from moe_parity.references.chips import special
 from moe_parity.references.errors import ParityError
 from moe_parity.references.stages.quant.decisions import (
+    SUBNORMAL_AMAX,
     Apply,
     Floor,
     FloorOrder,
@@ -37,7 +38,7 @@ from moe_parity.references.stages.quant.decisions import (
     PowerOfTwo,
     QuantRecipe,
     ScaleForm,
-    ZeroCompare,
+    SubnormalAmax,
     ZeroGroup,
 )
 
@@ -158,7 +159,12 @@ def quantize(
 
 def maxima(groups: Tensor, recipe: QuantRecipe) -> Tensor:
     """Return the largest magnitude of each group, before any floor."""
-    return _amax(groups, recipe.nan_amax)
+    amax = _amax(groups, recipe.nan_amax)
+    first = recipe.subnormal_amax is SubnormalAmax.FIRST_LANE
+    if first and SUBNORMAL_AMAX.exists(recipe):
+        lane = _amax(groups[:, [n for n in FIRST_LANE if n < groups.shape[1]]], recipe.nan_amax)
+        amax = torch.where(special.flush(amax) == 0, lane, amax)
+    return amax
 
 
 def scale_of(
@@ -167,8 +173,8 @@ def scale_of(
     """Return the scales [G] that are stored for groups of those maxima."""
     floored = _at_least(amax, _AMAX_FLOORS.get(recipe.floor))
     scale = _scale(floored, recipe, power_of_two, form.largest)
-    if recipe.zero_group is not ZeroGroup.AS_FLOORED:
-        scale = torch.where(_is_zero(amax, recipe.zero_compare), f32(1.0, amax), scale)
+    if recipe.zero_group is ZeroGroup.SCALE_ONE:
+        scale = torch.where(amax == 0, f32(1.0, amax), scale)
     return scale
 
 
@@ -186,8 +192,8 @@ def codes_by(
     floored = _at_least(amax, _AMAX_FLOORS.get(recipe.floor))
     how = recipe.apply
     scaled = _apply(groups, floored[:, None], scale[:, None], how, power_of_two, form.largest)
-    if recipe.zero_group is not ZeroGroup.AS_FLOORED:
-        scaled = torch.where(_is_zero(amax, recipe.zero_compare)[:, None], groups, scaled)
+    if recipe.zero_group is ZeroGroup.SCALE_ONE:
+        scaled = torch.where((amax == 0)[:, None], groups, scaled)
     code = (cast or form.encode)(scaled)
     if recipe.overflow is Overflow.NAN:
         code = torch.where(scaled.abs() > form.rounds_to_largest, form.nan, code)
@@ -195,6 +201,10 @@ def codes_by(
     ends = {NanElement.KEEP: form.nan, NanElement.LOW: lowest, NanElement.HIGH: form.top}
     code = torch.where(torch.isnan(scaled), ends[recipe.nan_element], code)
     return code.to(torch.uint8)
+
+
+FIRST_LANE = (0, 1, 64, 65)
+"""The elements that the first lane of a warp reads, of a group of 128."""
 
 
 def _amax(groups: Tensor, nan_amax: NanAmax) -> Tensor:
@@ -205,11 +215,6 @@ def _amax(groups: Tensor, nan_amax: NanAmax) -> Tensor:
         return amax
     poisoned = nan.any(1) if nan_amax is NanAmax.PROPAGATE else nan.all(1)
     return from_bits(torch.where(poisoned, F32_NAN_BITS, amax.view(torch.int32)))
-
-
-def _is_zero(amax: Tensor, how: ZeroCompare) -> Tensor:
-    """Return which groups get a scale of 1 and their elements as codes."""
-    return (special.flush(amax) if how is ZeroCompare.FLUSHED else amax) == 0
 
 
 def _at_least(x: Tensor, floor: float | None) -> Tensor:
