@@ -15,6 +15,6 @@ SCALED_MM_HALVES = Recipe(
 )
 SILU_AND_MUL = Recipe(
     name="torch_silu_and_mul",
-    source="torch 2.11.0 silu(gate) * up of BF16 on CUDA tensors, two kernels: read, not run",
+    source="torch 2.11.0 silu(gate) * up of BF16 on CUDA tensors, two kernels",
     parts={"swiglu": SwigluRecipe(silu=Silu.DIV, product_rounding=ProductRounding.TWICE)},
 )

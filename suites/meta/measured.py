@@ -21,6 +21,11 @@ PLANTED = DATA / "faults.jsonl.xz"
 ACCURACY = DATA / "accuracy-2026-11-30.jsonl"
 NEAR = DATA / "near-tolerance-2026-11-30.jsonl"
 STORED = DATA / "vllm-0.33.0-stored-h200.jsonl"
+NEAR_OWN = DATA / "near-tolerance-h200-2026-12-01.jsonl"
+UE8M0 = DATA / "check-ue8m0-h200-2026-12-01.jsonl.xz"
+SECOND = DATA / "second-seed-h200-2026-12-01.jsonl.xz"
+ARMS = DATA / "prefix-arms-h200-2026-12-01.jsonl"
+MAPS = DATA / "invariance-h200-2026-12-01.jsonl.xz"
 PRODUCTION = DATA / "production-h200-2026-11-29.jsonl.xz"
 
 
@@ -183,3 +188,69 @@ def near_measurements(scenario: str) -> str:
             share = f"{one['flip']:.0%}" if one["flip"] is not None else ""
             rows.append((name, tokens, *seen, one["over"], one["small"], share))
     return table("as the kernel has it|tokens|codes|rms|worst|over|small|one code", rows)
+
+
+def near_own() -> str:
+    """Show of each case of the test how many outputs fail, and the farthest, by scenario."""
+    lines = [json.loads(line) for line in NEAR_OWN.read_text().splitlines()]
+    names = list(dict.fromkeys(one["scenario"] for one in lines))
+    found = {(one["m"], one["e"], one["k"], one["scenario"]): one for one in lines}
+    cases = sorted({key[:3] for key in found})
+    shown = [[found.get((*case, name)) for name in names] for case in cases]
+    rows: list[tuple[object, ...]] = [
+        (*case, *(f"{one['over']} ({one['worst']:.2f})" if one else "" for one in own))
+        for case, own in zip(cases, shown, strict=True)
+    ]
+    failing = [sum(bool(own[n] and own[n]["over"]) for own in shown) for n in range(len(names))]
+    rows.append(("cases that fail", "", "", *map(str, failing)))
+    return table("|".join(["M", "E", "top-k", *names]), rows)
+
+
+def seed_measurements(path: Path, prefix: str) -> str:
+    """Sum the records of a seed's tests, a row for each way and shape."""
+    rows: list[tuple[object, ...]] = []
+    total: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for r in map(json.loads, lzma.decompress(path.read_bytes()).splitlines()):
+        check = str(r.get("check", ""))
+        if check.startswith(prefix):
+            way, _, tokens = check.removeprefix(prefix).rpartition("_m")
+            key = (way, tokens) if tokens.isdigit() else (check.removeprefix(prefix), "")
+            sums = {n: r.get(n) or 0 for n in ("examples", "compared", "differing")}
+            total[key].update(sums)
+    for (way, tokens), n in sorted(total.items(), key=lambda one: (one[0][0], int(one[0][1] or 0))):
+        rows.append((way, tokens, n["examples"], n["compared"], n["differing"]))
+    return table("way|M|cases|outputs compared|differing", rows)
+
+
+def second_checks() -> str:
+    """Sum what else the second seed's run held: the activation, both fused layers, both builds."""
+    total: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for r in map(json.loads, lzma.decompress(SECOND.read_bytes()).splitlines()):
+        check = str(r.get("check", ""))
+        named = ("exact", "exact_layer", "vendor_agrees", "write_set", "build", "refuted")
+        if check in named and r["verdict"] == "pass" and r.get("device") == "cuda":
+            sums = {n: r.get(n) or 0 for n in ("compared", "differing")}
+            total[r["kernel"], check, r.get("recipe") or ""].update({"records": 1, **sums})
+    rows: list[tuple[object, ...]] = [
+        (*key, n["records"], n["compared"], n["differing"]) for key, n in sorted(total.items())
+    ]
+    return table("kernel|check|recipe|records|outputs compared|differing", rows)
+
+
+def arms_measurements() -> str:
+    """Show the medians of each arm of the prefix-sum timings."""
+    lines = [json.loads(line) for line in ARMS.read_text().splitlines()]
+    arms = [one for one in lines if "arm" in one]
+    names = list(dict.fromkeys(one["arm"] for one in arms))
+    rows: list[tuple[object, ...]] = []
+    for capacity, live, powers in dict.fromkeys(
+        (one["capacity"], one["live"], one["powers"]) for one in arms
+    ):
+        own = {
+            one["arm"]: one["p50_us"]
+            for one in arms
+            if (one["capacity"], one["live"], one["powers"]) == (capacity, live, powers)
+        }
+        scales = "powers of two" if powers else "plain"
+        rows.append((f"{capacity} / {live}", scales, *(f"{own[name]:.1f}" for name in names)))
+    return table("|".join(["capacity / live", "scales", *names]), rows)
