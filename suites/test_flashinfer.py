@@ -49,7 +49,8 @@ def probed() -> Iterator[ParameterSet]:
     for name in RECIPES:
         for m, n, k in SHAPES:
             for values in (Values.NORMAL, Values.AIMED):
-                case = Case(m=m, i=n, h=k, values=values, seed=7)
+                # the one aimed row of seed 7 tells nothing
+                case = Case(m=m, i=n, h=k, values=values, seed=1 if m == 1 else 7)
                 yield pytest.param(name, case, id=f"{name}-{values}-m{m}-n{n}-k{k}")
 
 
