@@ -104,8 +104,12 @@ def stating(kernel: Kernel, recipe: str) -> Kernel:
 
 def names_the_flag(verdict: Verdict, recipe: str) -> bool:
     """Whether a verdict is red by the recipe that was met, and by what the flag decides in it."""
-    fast = "_fast" if recipe == "flashinfer_cutlass" else ""
-    decisions = f"quant.scale_form=recip_of_multiplier{fast}, quant.apply=mul_multiplier{fast}"
+    shipped = recipe == "flashinfer_cutlass"
+    fast, lane = ("_fast", "first_lane") if shipped else ("", "largest")
+    decisions = (
+        f"quant.subnormal_amax={lane}, quant.scale_form=recip_of_multiplier{fast}, "
+        f"quant.apply=mul_multiplier{fast}"
+    )
     return verdict.failed and verdict.causes == (recipe,) and f"({decisions})" in verdict.message
 
 
