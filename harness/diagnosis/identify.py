@@ -32,7 +32,8 @@ FEW = 24
 ALIKE = 64
 """Recipes with the same bits that are listed where not all can be."""
 MANY = 1 << 16
-"""Combinations of options past which a stage of two steps is climbed, not searched."""
+"""Combinations of options past which a stage of several parts that show nothing in between is
+climbed, not searched."""
 KNOWN = 2048
 """Recipes whose outputs a probe keeps."""
 HANDED = 256

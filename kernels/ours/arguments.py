@@ -195,3 +195,26 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ParityError(
             f"run_moe: {name} is on {tensor.device}, the rest on {device}; use one device."
         )
+
+
+def check_like(
+    op: str, name: str, tensor: Tensor, rows: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Refuse a tensor of another dtype or shape, or on another device than the op's rows."""
+    if tensor.dtype is not dtype or tuple(tensor.shape) != tuple(shape):
+        raise ParityError(
+            f"{op}: {name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}."
+        )
+    if tensor.device != rows.device:
+        raise ParityError(
+            f"{op}: {name} is on {tensor.device}, the rows on {rows.device}; use one device."
+        )
+
+
+def check_laid(
+    op: str, name: str, tensor: Tensor, rows: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Refuse the same, and strides that are not those of contiguous memory."""
+    check_like(op, name, tensor, rows, dtype, shape)
+    if not tensor.is_contiguous():
+        raise ParityError(f"{op}: {name} must be contiguous, strides {tensor.stride()}.")

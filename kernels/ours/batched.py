@@ -16,7 +16,14 @@ from torch import Tensor
 
 from moe_parity.kernels.ours import batched_kernels, scale_format
 from moe_parity.kernels.ours.activation import Activation
-from moe_parity.kernels.ours.arguments import check_experts, has_own_elements, number, word
+from moe_parity.kernels.ours.arguments import (
+    check_experts,
+    check_laid,
+    check_like,
+    has_own_elements,
+    number,
+    word,
+)
 from moe_parity.kernels.ours.quant import GROUPS, INPUTS
 from moe_parity.kernels.ours.scale_format import LayerFormats
 from moe_parity.kernels.virtual_gpu import dispatch
@@ -87,7 +94,9 @@ def batched_swiglu_quant(
             f"batched_swiglu_quant: rows must be [E, T, 2 I], got {list(rows.shape)}."
         )
     if how.limits is not None:
-        _check("batched_swiglu_quant", "limits", how.limits, rows, torch.float32, rows.shape[:1])
+        check_laid(
+            "batched_swiglu_quant", "limits", how.limits, rows, torch.float32, rows.shape[:1]
+        )
     asked = _Quantized(
         op="batched_swiglu_quant", rows=rows, counts=counts, width=rows.shape[2] // 2, group=group,
         scale=word(ScaleFormat, scale, "batched_swiglu_quant: scale"), programs=programs,
@@ -126,15 +135,15 @@ def batched_gemm(
     if w.stride(2) != 1:
         raise ParityError(f"{op}: rows of w must be contiguous, strides {w.stride()}.")
     n = w.shape[1]
-    _check_shape(op, "a_scale", a_scale, a, torch.float32, (experts, tokens, k // BLOCK))
-    _check_shape(op, "w_scale", w_scale, a, torch.float32, (experts, -(-n // BLOCK), k // BLOCK))
-    _check_shape(op, "w", w, a, torch.uint8, (experts, n, k))
-    _check(op, "counts", counts, a, torch.int32, (experts,))
+    check_like(op, "a_scale", a_scale, a, torch.float32, (experts, tokens, k // BLOCK))
+    check_like(op, "w_scale", w_scale, a, torch.float32, (experts, -(-n // BLOCK), k // BLOCK))
+    check_like(op, "w", w, a, torch.uint8, (experts, n, k))
+    check_laid(op, "counts", counts, a, torch.int32, (experts,))
     if bias is not None:
-        _check(op, "bias", bias, a, torch.float32, (experts, n))
+        check_laid(op, "bias", bias, a, torch.float32, (experts, n))
     if out is None:
         out = torch.empty((experts, tokens, n), dtype=torch.bfloat16, device=a.device)
-    _check(op, "out", out, a, torch.bfloat16, (experts, tokens, n))
+    check_laid(op, "out", out, a, torch.bfloat16, (experts, tokens, n))
     block = block or (16 if tokens <= FEW_TOKENS else 64)
     if block not in (16, 32, 64, 128):
         raise ParityError(f"{op}: a block has 16, 32, 64 or 128 rows, not {block}.")
@@ -190,7 +199,7 @@ def run_batched(
         raise ParityError(f"{op}: clamp must be 'before' or 'after' SiLU, got {clamp!r}.")
     if not isinstance(limit, Tensor | None) and not number(limit, f"{op}: limit") > 0:
         raise ParityError(f"{op}: limit must be positive, got {limit}.")
-    _check(op, "counts", counts, x, torch.int32, (experts.count,))
+    check_laid(op, "counts", counts, x, torch.int32, (experts.count,))
     if validate:
         check_counts(counts, x.shape[1])
     each = limit if isinstance(limit, Tensor) else None
@@ -259,7 +268,7 @@ class _Quantized:
             )
         if self.programs < 1:
             raise ParityError(f"{op}: programs must be at least 1, got {self.programs}.")
-        _check(op, "counts", self.counts, rows, torch.int32, (experts,))
+        check_laid(op, "counts", self.counts, rows, torch.int32, (experts,))
         shape, strides, dtype = scale_memory(
             experts, tokens, self.width // self.group, self.scale, self.layout
         )
@@ -267,10 +276,10 @@ class _Quantized:
             codes = torch.empty(
                 (experts, tokens, self.width), dtype=torch.uint8, device=rows.device
             )
-        _check(op, "codes", codes, rows, torch.uint8, (experts, tokens, self.width))
+        check_laid(op, "codes", codes, rows, torch.uint8, (experts, tokens, self.width))
         if scales is None:
             scales = torch.empty_strided(shape, strides, dtype=dtype, device=rows.device)
-        _check_shape(op, "scales", scales, rows, dtype, shape)
+        check_like(op, "scales", scales, rows, dtype, shape)
         if not has_own_elements(scales):
             raise ParityError(
                 f"{op}: elements of scales overlap, strides {scales.stride()}; give each its own "
@@ -299,24 +308,3 @@ def _check_rows(op: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
             f"{op}: rows of batched experts must be contiguous [E, T, columns] of {names}, got "
             f"{rows.dtype} {list(rows.shape)} with strides {rows.stride()}."
         )
-
-
-def _check_shape(
-    op: str, name: str, tensor: Tensor, rows: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    if tensor.dtype is not dtype or tuple(tensor.shape) != tuple(shape):
-        raise ParityError(
-            f"{op}: {name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}."
-        )
-    if tensor.device != rows.device:
-        raise ParityError(
-            f"{op}: {name} is on {tensor.device}, the rows on {rows.device}; use one device."
-        )
-
-
-def _check(
-    op: str, name: str, tensor: Tensor, rows: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    _check_shape(op, name, tensor, rows, dtype, shape)
-    if not tensor.is_contiguous():
-        raise ParityError(f"{op}: {name} must be contiguous, strides {tensor.stride()}.")

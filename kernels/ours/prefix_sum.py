@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_parity.kernels.ours import permute, prefix_kernels
 from moe_parity.kernels.ours.activation import Activation
-from moe_parity.kernels.ours.arguments import has_own_elements
+from moe_parity.kernels.ours.arguments import check_laid, check_like, has_own_elements
 from moe_parity.kernels.ours.dispatch import ALIGNMENT, Gemm
 from moe_parity.kernels.ours.permute import PrefixRows, check_alignment, scale_memory
 from moe_parity.kernels.ours.quant import GROUPS
@@ -68,16 +68,16 @@ def prefix_gemm(
     if k % BLOCK or not k:
         raise ParityError(f"{op}: K = {k} must be a positive multiple of {BLOCK}.")
     experts, n = w.shape[:2]
-    _check(op, "a_scale", a_scale, a, torch.float32, (rows, k // BLOCK))
-    _check(op, "w", w, a, torch.uint8, (experts, n, k))
-    _check(op, "w_scale", w_scale, a, torch.float32, (experts, -(-n // BLOCK), k // BLOCK))
-    _check_contiguous(op, "ends", ends, a, torch.int32, (experts,))
+    check_like(op, "a_scale", a_scale, a, torch.float32, (rows, k // BLOCK))
+    check_like(op, "w", w, a, torch.uint8, (experts, n, k))
+    check_like(op, "w_scale", w_scale, a, torch.float32, (experts, -(-n // BLOCK), k // BLOCK))
+    check_laid(op, "ends", ends, a, torch.int32, (experts,))
     _check_height(op, rows, alignment)
     if bias is not None:
-        _check_contiguous(op, "bias", bias, a, torch.float32, (experts, n))
+        check_laid(op, "bias", bias, a, torch.float32, (experts, n))
     if out is None:
         out = torch.empty((rows, n), dtype=torch.bfloat16, device=a.device)
-    _check_contiguous(op, "out", out, a, torch.bfloat16, (rows, n))
+    check_laid(op, "out", out, a, torch.bfloat16, (rows, n))
     block = min(64, alignment) if block is None else block
     if block not in (16, 32, 64, 128) or alignment % block:
         raise ParityError(
@@ -134,17 +134,17 @@ def prefix_swiglu_quant(
     if programs < 1:
         raise ParityError(f"{op}: programs must be at least 1, got {programs}.")
     experts = ends.numel()
-    _check_contiguous(op, "ends", ends, rows, torch.int32, (experts,))
+    check_laid(op, "ends", ends, rows, torch.int32, (experts,))
     _check_height(op, height, alignment)
     if how.limits is not None:
-        _check_contiguous(op, "limits", how.limits, rows, torch.float32, (experts,))
+        check_laid(op, "limits", how.limits, rows, torch.float32, (experts,))
     shape, strides, dtype = scale.stored(height, width // group, ScaleLayout.TMA)
     if codes is None:
         codes = torch.empty((height, width), dtype=torch.uint8, device=rows.device)
     if scales is None:
         scales = torch.empty_strided(shape, strides, dtype=dtype, device=rows.device)
-    _check_contiguous(op, "codes", codes, rows, torch.uint8, (height, width))
-    _check(op, "scales", scales, rows, dtype, shape)
+    check_laid(op, "codes", codes, rows, torch.uint8, (height, width))
+    check_like(op, "scales", scales, rows, dtype, shape)
     if not has_own_elements(scales):
         raise ParityError(
             f"{op}: elements of scales overlap, strides {scales.stride()}; give each its own "
@@ -183,9 +183,9 @@ def prefix_combine(rows: Tensor, place: Tensor, weights: Tensor | None, out: Ten
     k = place.numel() // tokens
     if k * tokens != place.numel() or not k:
         raise ParityError(f"{op}: {place.numel()} places are not k for each of {tokens} tokens.")
-    _check_contiguous(op, "place", place, rows, torch.int32, tuple(place.shape))
+    check_laid(op, "place", place, rows, torch.int32, tuple(place.shape))
     if weights is not None:
-        _check_contiguous(op, "weights", weights, rows, torch.float32, (tokens, k))
+        check_laid(op, "weights", weights, rows, torch.float32, (tokens, k))
     block = min(1024, 1 << (columns - 1).bit_length())
     dispatch(
         prefix_kernels.prefix_combine_kernel, (tokens, -(-columns // block)),
@@ -350,24 +350,3 @@ def _check_height(op: str, rows: int, alignment: int) -> None:
             f"{op}: R = {rows} must be a multiple of the alignment, {alignment}: the last expert's "
             "room is part of the buffer."
         )
-
-
-def _check(
-    op: str, name: str, tensor: Tensor, rows: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    if tensor.dtype is not dtype or tuple(tensor.shape) != tuple(shape):
-        raise ParityError(
-            f"{op}: {name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}."
-        )
-    if tensor.device != rows.device:
-        raise ParityError(
-            f"{op}: {name} is on {tensor.device}, the rows on {rows.device}; use one device."
-        )
-
-
-def _check_contiguous(
-    op: str, name: str, tensor: Tensor, rows: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    _check(op, name, tensor, rows, dtype, shape)
-    if not tensor.is_contiguous():
-        raise ParityError(f"{op}: {name} must be contiguous, strides {tensor.stride()}.")
