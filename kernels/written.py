@@ -106,11 +106,17 @@ class Watch:
                 shape, strides = (*tensor.shape, size), (*steps, 1)
                 np.lib.stride_tricks.as_strided(flags, shape, strides)[...] = 1
 
-    def stored(self, addresses: Array, size: int) -> None:
-        """Take ``size`` bytes at each of the addresses as written."""
+    def stored(self, addresses: Array, size: int) -> list[tuple[Array, Array, Array]]:
+        """Take ``size`` bytes at each of the addresses as written.
+
+        Returns the flags, the entries that were set and what they held, for each block.
+        """
+        before = []
         for block in self.touched(int(addresses.min()), int(addresses.max()) + size):
             flags, at = block.elements(addresses, size)
+            before.append((flags, at, flags[at]))
             flags[at] = _all(size)
+        return before
 
     def fresh(self, addresses: Array, size: int) -> int | None:
         """Return the first of the addresses with a byte that nobody has written, None for none."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.kernels import written
 from moe_parity.kernels.shadow import zeros
-from moe_parity.kernels.virtual_gpu import races
+from moe_parity.kernels.virtual_gpu import spans
 from moe_parity.suites import racing
 
 THIS = Path(__file__).name
@@ -219,7 +219,7 @@ def test_a_tensor_of_gigabytes_costs_what_is_touched() -> None:
         # the same memory in another size
         vg.launch(bump, (2,), x.view(torch.int32)[: (3 << 28) + 1], 3 << 28, backwards=True)
         assert x[0] == x[3 << 30] == 2
-    finer = races._finer(zeros(1 << 28, np.dtype(np.int32)), 4)
+    finer = spans._finer(zeros(1 << 28, np.dtype(np.int32)), 4)
     assert not finer[:: 1 << 20].any()
     assert _resident() - before < 64 << 20
 

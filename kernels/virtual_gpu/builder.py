@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton._C.libtriton import ir
 
-from moe_parity.kernels.virtual_gpu import contraction, lowering, models
+from moe_parity.kernels.virtual_gpu import abreast, contraction, lowering, models
 from moe_parity.kernels.virtual_gpu.descriptors import DescriptorOperations
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
@@ -88,6 +88,8 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         self.memory = memory
         self.lanes = lanes
         self.program = (0, 0, 0)
+        """That runs, or the first of those that run as one."""
+        self._ids: list[Array] = []
         self.grid = (1, 1, 1)
         self.unit: Unit | None = None
         self.used: dict[str, str] = {}
@@ -111,6 +113,15 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
             max_num_imprecise_acc_default=_IMPRECISE,
         )
 
+    def take(self, programs: Array) -> None:
+        """Say which programs run from here on, by their numbers [n]; axis 0 is the fastest."""
+        x, y, _ = self.grid
+        self._ids = [
+            n.astype(np.int32) for n in (programs % x, programs // x % y, programs // (x * y))
+        ]
+        first_x, first_y, first_z = (int(n[0]) for n in self._ids)
+        self.program = first_x, first_y, first_z
+
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """Stand in for every builder method that has no model."""
         if not name.startswith(("create_", "get_")):
@@ -131,7 +142,10 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         target = arguments[-1].dtype if to is None else to
         key = (op + variant, inputs, signature_name(target))
         model = self._models.get(key) or self._find(key)
-        result = Value(model(*(a.data for a in arguments)), target, constant)
+        data = [a.data for a in arguments]
+        if any(x.ndim != data[0].ndim for x in data):
+            data = list(abreast.level(*data))
+        result = Value(model(*data), target, constant)
         if self.contract:
             contraction.mark(op, self.texts[key], arguments, result, self.block)
         return result
@@ -208,6 +222,7 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         propagate = nan != ir.PROPAGATE_NAN.NONE
         variant = "_nan" if propagate else ""
         value, bottom, top = (models.widen(v.data, v.dtype.name) for v in (x, low, high))
+        abreast.alone("tl.clamp", low, high)
         opposite = bool((bottom == -top).all())
         if opposite and low.constant and high.constant:
             variant += "_symmetric"
@@ -283,6 +298,7 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         self, pointer: Value, expected: Value, value: Value, sem: Any, *_: Any
     ) -> Value:
         """``tl.atomic_cas`` on one integer."""
+        abreast.alone("tl.atomic_cas", pointer, expected, value)
         if not value.dtype.is_int() or pointer.data.size != 1:
             unmodelled(f"tl.atomic_cas on {pointer.data.size} elements of {value.dtype}")
 
@@ -298,16 +314,20 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         """``tl.dot`` of two E4M3 blocks, the accumulator going into the unit."""
         if not (a.dtype.is_fp8e4nv() and b.dtype.is_fp8e4nv()):
             unmodelled(f"tl.dot of {a.dtype} and {b.dtype} (input precision {precision})")
-        if not c.dtype.is_fp32() or a.data.ndim != 2 or imprecise != _IMPRECISE:
+        if not c.dtype.is_fp32() or a.data.ndim != 3 or imprecise != _IMPRECISE:
             unmodelled(
-                f"tl.dot of {a.data.ndim}-d blocks into {c.dtype} with "
+                f"tl.dot of {a.data.ndim - 1}-d blocks into {c.dtype} with "
                 f"max_num_imprecise_acc={imprecise}"
             )
         if self.unit is None:
             with self._compiling():
                 self.unit = self._read_unit()
-        operands = (models.tensor(x.data) for x in (a, b, c))
-        return Value(tensor_core.dot(*operands, unit=self.unit).numpy(), tl.float32)
+        operands = [x.data for x in (a, b, c)]
+        results = [
+            tensor_core.dot(*map(models.tensor, program), unit=self.unit).numpy()
+            for program in abreast.each(*operands)
+        ]
+        return Value(np.stack(results), tl.float32)
 
     # everything else ---------------------------------------------------------------------------
 
@@ -339,7 +359,7 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
 
     def create_get_program_id(self, axis: int) -> Value:
         """``tl.program_id``."""
-        return Value(np.array([self.program[axis]], np.int32), tl.int32)
+        return Value(self._ids[axis], tl.int32)
 
     def create_get_num_programs(self, axis: int) -> Value:
         """``tl.num_programs``."""
@@ -357,7 +377,9 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
 
     def create_print(self, prefix: str, _hex: bool, values: list[Value], *_: Any) -> None:
         """``tl.device_print``."""
-        print(self.program, prefix, *(v.data for v in values))
+        if self.memory.programs > 1:
+            raise abreast.Alone("tl.device_print")
+        print(self.program, prefix, *(v.data[0] for v in values))
 
 
 def unmodelled(what: str) -> NoReturn:

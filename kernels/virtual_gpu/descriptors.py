@@ -19,6 +19,7 @@ import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir
 
+from moe_parity.kernels.virtual_gpu.abreast import common
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
@@ -51,7 +52,7 @@ class Descriptor:
     box: tuple[int, ...]
     padded_with_nan: bool = False
     steps: tuple[Array, ...] = field(init=False)
-    """For each axis the index inside the box, int64, in a shape that broadcasts to it."""
+    """For each axis the index inside the box, int64, in a shape that broadcasts to [1, *box]."""
 
     def __post_init__(self) -> None:
         """Check it."""
@@ -59,7 +60,7 @@ class Descriptor:
         self._check_memory()
         rank = len(self.box)
         self.steps = tuple(
-            np.arange(n).reshape([-1 if a == axis else 1 for a in range(rank)])
+            np.arange(n).reshape([1, *(-1 if a == axis else 1 for a in range(rank))])
             for axis, n in enumerate(self.box)
         )
 
@@ -92,7 +93,8 @@ class Descriptor:
             )
 
     def _check_memory(self) -> None:
-        size, base = numpy_type(self.element).itemsize, int(self.base.data.reshape(-1)[0])
+        size = numpy_type(self.element).itemsize
+        astray = self.base.data % np.uint64(ALIGNED)
         if self.strides[-1] != 1:
             raise ValueError(
                 "the last stride of a tensor descriptor must be 1, got strides "
@@ -104,11 +106,11 @@ class Descriptor:
                 f"bytes below 2^40, got {list(self.strides)} elements of {size} bytes: pad the "
                 "rows."
             )
-        if base % ALIGNED:
+        if astray.any():
             of = "" if self.base.region is None else f" in {self.base.region}"
             raise ValueError(
                 f"the base of a tensor descriptor must be aligned to {ALIGNED} bytes, and lies "
-                f"{base % ALIGNED} past that{of}."
+                f"{int(astray.max())} past that{of}."
             )
         if self.padded_with_nan and self.element.name not in _NANS:
             raise UnmodelledOperation(
@@ -123,31 +125,33 @@ class Descriptor:
         kind = numpy_type(self.element)
         return np.array([_NANS[self.element.name]], f"u{kind.itemsize}").view(kind)
 
-    def at(self, offsets: Sequence[int]) -> tuple[Value, Array | None]:
+    def at(self, offsets: Sequence[Array]) -> tuple[Value, Array | None]:
         """Return the pointers of the box at ``offsets``, and which lanes lie inside the shape.
 
-        None for all lanes; lanes outside have an address without meaning.
+        An offset is int64 [programs]; None for all lanes; lanes outside have an address without
+        meaning.
         """
         size = numpy_type(self.element).itemsize
-        if offsets[-1] * size % ALIGNED:
+        if (offsets[-1] * size % ALIGNED).any():
             raise UnmodelledOperation(
-                f"a tensor descriptor's box at {list(offsets)}: Triton asks for a last offset in "
+                f"a tensor descriptor's box at {[int(n[0]) for n in offsets]}: Triton asks for a last offset in "
                 f"multiples of {ALIGNED} bytes, and what the GPU does with others has no model "
                 "here."
             )
         inside: Array | None = None
-        address = np.zeros((1,) * len(self.box), np.int64)
+        rank = len(self.box)
+        address = np.zeros((1,) * (rank + 1), np.int64)
         for start, steps, length, stride in zip(
             offsets, self.steps, self.shape, self.strides, strict=True
         ):
-            index = steps + start
+            index = steps + start.reshape(-1, *[1] * rank)
             address = address + index * (stride * size)
-            if start < 0 or start + steps.size > length:
+            if start.min() < 0 or start.max() + steps.size > length:
                 lanes = (index >= 0) & (index < length)
                 inside = lanes if inside is None else inside & lanes
-        pointers = self.base.data.reshape(-1)[0] + address.view(np.uint64)
+        pointers = self.base.data.reshape(-1, *[1] * rank) + address.view(np.uint64)
         if inside is not None:
-            inside = np.broadcast_to(inside, self.box)
+            inside = np.broadcast_to(inside, (len(inside), *self.box))
         return Value(pointers, self.base.dtype, region=self.base.region), inside
 
 
@@ -162,7 +166,8 @@ class DescriptorOperations:
     ) -> Descriptor:  # fmt: skip
         """``tl.make_tensor_descriptor``."""
         return Descriptor(
-            base, _integers(shape), _integers(strides), tuple(int(n) for n in box),
+            base, tuple(common(*(n.data for n in shape))),
+            tuple(common(*(n.data for n in strides))), tuple(int(n) for n in box),
             padding == ir.PADDING_OPTION.PAD_NAN,
         )  # fmt: skip
 
@@ -170,7 +175,7 @@ class DescriptorOperations:
         self, descriptor: Descriptor, offsets: Sequence[Value], *_: Any
     ) -> Value:
         """Load a box."""
-        pointers, inside = descriptor.at(_integers(offsets))
+        pointers, inside = descriptor.at(_offsets(offsets))
         kind = numpy_type(descriptor.element)
         data = self.memory.load(pointers, inside, descriptor.padding(), kind)
         return Value(data, descriptor.element)
@@ -179,12 +184,12 @@ class DescriptorOperations:
         self, descriptor: Descriptor, value: Value, offsets: Sequence[Value], *_: Any
     ) -> None:
         """Store a box."""
-        pointers, inside = descriptor.at(_integers(offsets))
+        pointers, inside = descriptor.at(_offsets(offsets))
         self.memory.store(pointers, value.data, inside)
 
 
-def _integers(values: Sequence[Value]) -> tuple[int, ...]:
-    return tuple(int(value.data.reshape(-1)[0]) for value in values)
+def _offsets(values: Sequence[Value]) -> list[Array]:
+    return [value.data.reshape(-1).astype(np.int64) for value in values]
 
 
 def from_host(value: Any, base: Value) -> Any:

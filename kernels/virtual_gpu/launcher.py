@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction, mangle_type
 
 from moe_parity.kernels import described
-from moe_parity.kernels.virtual_gpu import descriptors, language, lowering
+from moe_parity.kernels.virtual_gpu import abreast, descriptors, language, lowering
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.errors import MemoryFault, Race, UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.memory import Memory
@@ -157,9 +157,12 @@ def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], order: Or
         # What the models compute with torch is not the kernel's: no mode of a caller looks at it.
         with language.active(builder), torch._C._DisableTorchDispatch():
             body = language.function(kernel)
-            for n in order(x * y * z).tolist():
-                builder.program = program = n % x, n // x % y, n // (x * y)
-                builder.memory.races.begin(program)
+            programs = order(x * y * z)
+            if abreast.run(kernel, lambda: body(**values), builder, programs):
+                return
+            for number in programs[:, None]:
+                builder.take(number)
+                builder.memory.races.begin(builder.program)
                 body(**values)
     except Race as error:  # names the lines of both
         raise error from None

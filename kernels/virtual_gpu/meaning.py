@@ -14,7 +14,7 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 
-from moe_parity.kernels.virtual_gpu import reduce
+from moe_parity.kernels.virtual_gpu import abreast, reduce
 from moe_parity.kernels.virtual_gpu.builder import unmodelled
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 
@@ -139,9 +139,12 @@ def _range(*bounds: Any, **keywords: Any) -> Iterator[Any]:
     ty = tensors[0].dtype
     for t in tensors[1:]:
         ty = SEMANTIC.integer_promote_impl(ty, t.dtype)
-    for i in range(*(int(t.handle.data[0]) for t in tensors)):
+    data = [t.handle.data.astype(np.int64) for t in tensors]
+    start, stop = data[:2] if len(data) > 1 else (np.zeros(1, np.int64), data[0])
+    step = data[2] if len(data) > 2 else np.ones(1, np.int64)
+    for i in abreast.steps(start, stop, step):
         SEMANTIC.builder.block += 1
-        yield tl.tensor(Value(np.array([i]).astype(numpy_type(ty)), ty), ty)
+        yield tl.tensor(Value(i.astype(numpy_type(ty)), ty), ty)
     SEMANTIC.builder.block += 1
 
 
@@ -181,14 +184,15 @@ def _least_or_most(name: str) -> Callable[..., Any]:
 
 
 def _element(tensor: Any) -> Any:
-    if tensor.handle.data.size != 1:
-        raise TypeError(f"a block of {tensor.handle.data.size} elements is no Python number.")
-    return tensor.handle.data.reshape(-1)[0].item()
+    size = tensor.handle.data[0].size
+    if size != 1:
+        raise TypeError(f"a block of {size} elements is no Python number.")
+    return abreast.common(tensor.handle.data.reshape(-1))[0]
 
 
 def _is_set(tensor: Any) -> bool:
     """Triton's own code asks whether an optional block was given; a scalar answers for itself."""
-    return tensor.handle.data.size != 1 or bool(_element(tensor))
+    return tensor.handle.data[0].size != 1 or bool(_element(tensor))
 
 
 BUILTINS = {"range": _range, "min": _least_or_most("min"), "max": _least_or_most("max")}
@@ -210,7 +214,7 @@ LANGUAGE = {
 TENSOR = {
     "__index__": _element,
     "__bool__": _is_set,
-    "__repr__": lambda tensor: f"{tensor.type}{tensor.handle.data}",
+    "__repr__": lambda tensor: f"{tensor.type}{tensor.handle.data[0]}",
     "T": property(lambda tensor: SEMANTIC.permute(tensor, (1, 0))),
     "reduce": _reduce,
     "associative_scan": _scan,

@@ -9,13 +9,15 @@ the PTX of Triton 3.6 to 3.9 does (it zeroes the register before the predicated 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moe_parity.kernels import written
+from moe_parity.kernels.virtual_gpu import abreast
+from moe_parity.kernels.virtual_gpu.crossings import Crossings
 from moe_parity.kernels.virtual_gpu.errors import OutOfBounds, UnwrittenRead
 from moe_parity.kernels.virtual_gpu.order import Order
 from moe_parity.kernels.virtual_gpu.races import Races
@@ -38,8 +40,17 @@ class _Access:
     size: int
 
     @classmethod
-    def of(cls, what: str, pointer: Value, mask: Array | None, size: int) -> _Access:
-        """Describe an access; a mask that masks nothing off is dropped."""
+    def of(
+        cls, what: str, pointer: Value, mask: Array | None, size: int, *others: Array | None
+    ) -> _Access:
+        """Describe an access; a mask that masks nothing off is dropped.
+
+        Where the mask or another operand differs from program to program, the pointers do too.
+        """
+        programs = max(len(x) for x in (pointer.data, mask, *others) if x is not None)
+        if programs > len(pointer.data):
+            data = np.broadcast_to(pointer.data, (programs, *pointer.data.shape[1:]))
+            pointer = replace(pointer, data=data)
         if mask is not None:
             mask = np.broadcast_to(mask, pointer.data.shape)
             mask = None if mask.all() else mask
@@ -61,24 +72,31 @@ class Memory:
     def __init__(self, kernel: str, regions: list[Region]) -> None:
         """Take the tensors; the list may still grow before the first access."""
         self.regions = regions
-        self.races = Races(kernel, regions)
         self.bytes_loaded = 0
         self.bytes_stored = 0
         self.watch = written.current()
+        self.races: Races | Crossings = Races(kernel, regions)
+        self.programs = 1
+        """That run as one (``abreast``)."""
+        self.widest = 0
+        """Elements of the largest block that one program has accessed."""
+        self.undo: list[tuple[Array, Array, Array]] | None = None
+        """Memory, entries and what they held, for each store since programs run as one."""
 
     def load(
         self, pointer: Value, mask: Array | None, other: Array | None, kind: np.dtype[Any]
     ) -> Array:
         """Return the elements at ``pointer``; lanes masked off give ``other``, or 0."""
-        parts = list(self._parts(_Access.of("load", pointer, mask, kind.itemsize)))
-        self._read(parts, kind)
-        for region, _, address in parts:
-            self.races.load(region, address, kind.itemsize)
+        access = _Access.of("load", pointer, mask, kind.itemsize, other)
+        parts = list(self._parts(access))
+        self._read(access, parts, kind)
+        for region, lanes, address in parts:
+            self.races.load(region, address, kind.itemsize, lanes)
         if len(parts) == 1 and parts[0][1] is None:
             region, _, address = parts[0]
             origin, elements = region.elements(kind)
             return elements[_index(address, origin, kind)]
-        shape = pointer.data.shape
+        shape = access.pointer.data.shape
         result = np.zeros(shape, kind) if other is None else np.array(np.broadcast_to(other, shape))
         for region, lanes, address in parts:
             origin, elements = region.elements(kind)
@@ -88,19 +106,21 @@ class Memory:
     def store(self, pointer: Value, value: Array, mask: Array | None) -> None:
         """Write ``value`` to the unmasked lanes of ``pointer``."""
         kind = value.dtype
-        value = np.broadcast_to(value, pointer.data.shape)
-        access = _Access.of("store", pointer, mask, kind.itemsize)
+        access = _Access.of("store", pointer, mask, kind.itemsize, value)
+        value = np.broadcast_to(value, access.pointer.data.shape)
         for region, lanes, address in list(self._parts(access)):
             origin, elements = region.elements(kind)
             index = _index(address, origin, kind)
             given = value if lanes is None else value[lanes]
             changes = partial(_differ, elements, index, given)
-            self.races.store(region, address, kind.itemsize, changes)
+            self.races.store(region, address, kind.itemsize, lanes, changes)
+            if self.undo is not None:
+                self.undo.append((elements, index, elements[index]))
             elements[index] = given
             lost = changes()  # a lane whose value another lane of this store has replaced
             if lost.any():
                 self.races.lanes(region, int(address[lost][0]))
-            self._wrote(address, kind)
+            self._wrote(access, address, kind)
 
     def update(
         self,
@@ -120,7 +140,7 @@ class Memory:
         operand, old = np.broadcast_to(operand, shape), np.zeros(shape, operand.dtype)
         access = _Access.of("atomic", pointer, mask, kind.itemsize)
         parts = list(self._parts(access))
-        self._read(parts, kind)
+        self._read(access, parts, kind)
         for region, lanes, address in parts:
             self.races.atomic(region, address, kind.itemsize, promise)
             origin, elements = region.elements(kind)
@@ -130,13 +150,25 @@ class Memory:
                 at = slice(index[n], index[n] + 1)
                 old.flat[where[n]] = elements[at][0]
                 elements[at] = function(elements[at], operand.flat[where[n] : where[n] + 1])
-            self._wrote(address, kind)
+            self._wrote(access, address, kind)
         return old
 
-    def _read(self, parts: list[Part], kind: np.dtype[Any]) -> None:
+    def back(self, stores: int, loaded: int, stored: int) -> None:
+        """Undo all stores but the first ones, and set the counts of bytes."""
+        undo = self.undo or []
+        while len(undo) > stores:
+            memory, at, before = undo.pop()
+            memory[at] = before
+        self.bytes_loaded, self.bytes_stored = loaded, stored
+
+    def _times(self, access: _Access) -> int:
+        """Return the programs that make an access as it stands."""
+        return self.programs if len(access.pointer.data) == 1 else 1
+
+    def _read(self, access: _Access, parts: list[Part], kind: np.dtype[Any]) -> None:
         """Count what is read; raise where nobody has written it."""
         for region, _, address in parts:
-            self.bytes_loaded += address.size * kind.itemsize
+            self.bytes_loaded += address.size * kind.itemsize * self._times(access)
             at = None if self.watch is None else self.watch.fresh(address, kind.itemsize)
             if at is not None:
                 raise UnwrittenRead(
@@ -144,13 +176,16 @@ class Memory:
                     "or fill the tensor before the launch."
                 )
 
-    def _wrote(self, address: Array, kind: np.dtype[Any]) -> None:
-        self.bytes_stored += address.size * kind.itemsize
+    def _wrote(self, access: _Access, address: Array, kind: np.dtype[Any]) -> None:
+        self.bytes_stored += address.size * kind.itemsize * self._times(access)
         if self.watch is not None:
-            self.watch.stored(address, kind.itemsize)
+            flags = self.watch.stored(address, kind.itemsize)
+            if self.undo is not None:
+                self.undo += flags
 
     def _parts(self, access: _Access) -> Iterator[Part]:
         """Split an access by tensor; raise where an active lane has none."""
+        self._fits(access)
         active, size, home = access.addresses, access.size, access.pointer.region
         if not active.size:
             return
@@ -164,6 +199,14 @@ class Memory:
             yield home, access.mask, active
         else:
             yield from self._scattered(access)
+
+    def _fits(self, access: _Access) -> None:
+        """Part programs that run as one where their blocks together are too large."""
+        elements = access.pointer.data[0].size
+        self.widest = max(self.widest, elements)
+        at_once = max(abreast.ELEMENTS // max(elements, 1), 1)
+        if self.programs > 4 * at_once:
+            raise abreast.Parted(np.arange(self.programs) // at_once)
 
     def _scattered(self, access: _Access) -> Iterator[Part]:
         """Sort lanes whose pointers come from several tensors, or from integers."""
@@ -182,6 +225,7 @@ class Memory:
         """Describe the first bad lane."""
         bad = access.pointer.data == np.uint64(address)
         lane = np.argwhere(bad if access.mask is None else bad & access.mask)[0].tolist()
+        lane = lane[1:] or lane
         start = f"a {access.what} of {access.size} bytes"
         place = f"lane {lane} is {self._place(access, address, home)}"
         if address % access.size:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from moe_parity.kernels.virtual_gpu.abreast import alone, level
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
 from moe_parity.kernels.virtual_gpu.models import f32_to_bf16
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
@@ -20,16 +21,21 @@ from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 Binary = Callable[[Any, Value, Value], Value]
 
 
+def _level(a: Any, b: Any) -> tuple[Any, ...]:
+    return (a, b) if a.ndim == b.ndim else level(a, b)
+
+
 def _elementwise(function: Callable[[Any, Any], Any]) -> Binary:
     def method(_: Any, a: Value, b: Value) -> Value:
-        return Value(np.asarray(function(a.data, b.data)).astype(a.data.dtype, copy=False), a.dtype)
+        data = function(*_level(a.data, b.data))
+        return Value(np.asarray(data).astype(a.data.dtype, copy=False), a.dtype)
 
     return method
 
 
 def _test(function: Callable[[Any, Any], Any]) -> Binary:
     def method(_: Any, a: Value, b: Value) -> Value:
-        return Value(np.asarray(function(a.data, b.data)), tl.int1)
+        return Value(np.asarray(function(*_level(a.data, b.data))), tl.int1)
 
     return method
 
@@ -127,17 +133,18 @@ class PlainOperations:
 
     def create_make_range(self, _ty: Any, start: int, stop: int) -> Value:
         """``tl.arange``."""
-        return Value(np.arange(start, stop, dtype=np.int32), tl.int32)
+        return Value(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
 
     def create_histogram(self, a: Value, bins: int, mask: Value | None) -> Value:
         """Count int32 values; one outside the bins raises, since what the GPU does is unknown."""
+        alone("tl.histogram", a, mask)
         values = a.data if mask is None else a.data[mask.data]
         if values.size and (values.min() < 0 or values.max() >= bins):
             raise UnmodelledOperation(
                 f"tl.histogram met {values.min()}..{values.max()} with {bins} bins; values outside "
                 "the bins are not modelled: mask them off."
             )
-        return Value(np.bincount(values.ravel(), minlength=bins).astype(np.int32), tl.int32)
+        return Value(np.bincount(values.ravel(), minlength=bins).astype(np.int32)[None], tl.int32)
 
     # pointers and bits -------------------------------------------------------------------------
 
@@ -145,7 +152,8 @@ class PlainOperations:
         """Move a pointer by elements, in 64 bits."""
         size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
         step = offset.data.astype(np.uint64) * np.uint64(size)
-        return Value(pointer.data + step, pointer.dtype, region=pointer.region)
+        data = np.add(*_level(pointer.data, step))
+        return Value(data, pointer.dtype, region=pointer.region)
 
     def create_bitcast(self, a: Value, ty: Any) -> Value:
         """Reinterpret bits, or a pointer's element type."""
@@ -161,7 +169,7 @@ class PlainOperations:
     def create_select(self, condition: Value, a: Value, b: Value) -> Value:
         """``tl.where``: moves bits."""
         region = a.region if a.region is b.region else None
-        return Value(np.where(condition.data, a.data, b.data), a.dtype, region=region)
+        return Value(np.where(*level(condition.data, a.data, b.data)), a.dtype, region=region)
 
     # shapes ------------------------------------------------------------------------------------
 
@@ -172,36 +180,36 @@ class PlainOperations:
 
     def create_splat(self, ty: Any, a: Value) -> Value:
         """Fill a block with a scalar; no copy is made."""
-        return self._shaped(a, np.broadcast_to(a.data.reshape(()), tuple(ty.shape)))
+        return self._shaped(a, _stretched(a.data.reshape(-1, *[1] * len(ty.shape)), ty.shape))
 
     def create_unsplat(self, a: Value) -> Value:
         """Return the only element."""
-        return self._shaped(a, a.data.reshape(-1)[:1])
+        return self._shaped(a, a.data.reshape(-1))
 
     def create_broadcast(self, a: Value, shape: Sequence[int]) -> Value:
         """Stretch dimensions of size 1; no copy is made."""
-        return self._shaped(a, np.broadcast_to(a.data, tuple(shape)))
+        return self._shaped(a, _stretched(a.data, shape))
 
     def create_expand_dims(self, a: Value, axis: int) -> Value:
         """Insert a dimension of size 1."""
-        return self._shaped(a, np.expand_dims(a.data, axis))
+        return self._shaped(a, np.expand_dims(a.data, axis + 1))
 
     def create_reshape(self, a: Value, shape: Sequence[int], can_reorder: bool) -> Value:
         """Reshape in row-major order; where the compiler may reorder, the result is not known."""
-        if can_reorder and max(len(shape), a.data.ndim) > 1:
+        if can_reorder and max(len(shape), a.data.ndim - 1) > 1:
             raise UnmodelledOperation(
                 "a reshape with can_reorder=True (tl.view, tl.ravel) leaves the order of elements "
                 "to the compiler, so it is not modelled: use tl.reshape."
             )
-        return self._shaped(a, a.data.reshape(tuple(shape)))
+        return self._shaped(a, a.data.reshape(-1, *shape))
 
     def create_trans(self, a: Value, order: Sequence[int]) -> Value:
         """Permute dimensions."""
-        return self._shaped(a, np.transpose(a.data, tuple(order)))
+        return self._shaped(a, np.transpose(a.data, (0, *(n + 1 for n in order))))
 
     def create_join(self, a: Value, b: Value) -> Value:
         """Stack two blocks along a new last dimension."""
-        return Value(np.stack([a.data, b.data], axis=-1), a.dtype)
+        return Value(np.stack(np.broadcast_arrays(a.data, b.data), axis=-1), a.dtype)
 
     def create_split(self, a: Value) -> tuple[Value, Value]:
         """Take the two halves of a last dimension of size 2."""
@@ -210,13 +218,19 @@ class PlainOperations:
     def create_gather(self, a: Value, index: Value, axis: int) -> Value:
         """``tl.gather``; an index outside the axis raises."""
         if index.data.size and not (
-            index.data.min() >= 0 and index.data.max() < a.data.shape[axis]
+            index.data.min() >= 0 and index.data.max() < a.data.shape[axis + 1]
         ):
             raise UnmodelledOperation(
-                f"tl.gather met an index outside 0..{a.data.shape[axis] - 1}, which the GPU leaves "
+                f"tl.gather met an index outside 0..{a.data.shape[axis + 1] - 1}, which the GPU leaves "
                 "undefined: clamp the indices."
             )
-        return Value(np.take_along_axis(a.data, index.data, axis), a.dtype)
+        programs = max(len(a.data), len(index.data))
+        data, at = (_stretched(x, x.shape[1:], programs) for x in (a.data, index.data))
+        return Value(np.take_along_axis(data, at, axis + 1), a.dtype)
+
+
+def _stretched(data: Any, shape: Sequence[int], programs: int | None = None) -> Any:
+    return np.broadcast_to(data, (len(data) if programs is None else programs, *shape))
 
 
 def _type(name: str) -> Callable[[Any], Any]:

@@ -22,68 +22,20 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NoReturn
 
 import numpy as np
 
-from moe_parity.kernels.shadow import zeros
 from moe_parity.kernels.virtual_gpu.errors import Race
 from moe_parity.kernels.virtual_gpu.region import Region
 from moe_parity.kernels.virtual_gpu.rewrite import HELPERS
+from moe_parity.kernels.virtual_gpu.spans import Span, Spans
 
 Array = np.ndarray[Any, Any]
 Program = tuple[int, int, int]
 
-_ALIGNED = 16
-"""No element is larger."""
-
-_EVENT = np.dtype(np.int32)
 _VERBS = {"reads": "loads", "writes": "stores", "atomics": "atomically updates"}
-
-
-@dataclass(eq=False)
-class _Span:
-    """Memory that one argument, or several that overlap, cover, and who was there.
-
-    The arrays have an entry for every ``unit`` bytes: the number of an access, 0 for none.  Of the
-    readers the first is enough, and of the atomics: programs run one after another here, so that it
-    is another program wherever there is one.
-    """
-
-    start: int
-    stop: int
-    unit: int = 0
-    """Bytes of the smallest access so far."""
-    seen: dict[str, Array] = field(default_factory=dict)
-
-    def index(self, addresses: Array, size: int) -> Array:
-        """Return the entries of accesses of ``size`` bytes, int64 [n] or [n, entries of each]."""
-        if not self.unit:
-            self.unit = size
-        elif size < self.unit:
-            self.seen = {n: _finer(a, self.unit // size) for n, a in self.seen.items()}
-            self.unit = size
-        at = (addresses.ravel() - np.uint64(self.start)).view(
-            np.int64
-        ) >> self.unit.bit_length() - 1
-        return at if size == self.unit else at[:, None] + np.arange(size // self.unit)
-
-    def of(self, name: str) -> Array:
-        """Return one of the arrays."""
-        found = self.seen.get(name)
-        if found is None:
-            count = -(-(self.stop - self.start) // self.unit)
-            found = self.seen[name] = zeros(count, _EVENT)
-        return found
-
-
-def _finer(seen: Array, parts: int) -> Array:
-    """Return an array with every entry ``parts`` times; what was never touched stays so."""
-    made, touched = zeros(seen.size * parts, _EVENT), np.flatnonzero(seen)
-    made[touched[:, None] * parts + np.arange(parts)] = seen[touched][:, None]
-    return made
 
 
 class Races:
@@ -92,8 +44,7 @@ class Races:
     def __init__(self, kernel: str, regions: Sequence[Region]) -> None:
         """Take the tensors of a launch; the list may still grow before the first access."""
         self._kernel = kernel
-        self._regions = regions
-        self._spans: dict[Region, _Span] = {}
+        self._spans = Spans(regions)
         self._programs: list[Program] = []
         self._starts: list[int] = []
         """The first access of each program."""
@@ -110,14 +61,14 @@ class Races:
         self._first = len(self._lines)
         self._starts.append(self._first)
 
-    def load(self, region: Region, addresses: Array, size: int) -> None:
+    def load(self, region: Region, addresses: Array, size: int, _lanes: Any = None) -> None:
         """Note a load."""
         span, at = self._enter(region, addresses, size)
         self._beside(span, at, region, "reads", ("writes", "atomics"))
         self._join(span, at, "reads")
 
     def store(
-        self, region: Region, addresses: Array, size: int, changed: Callable[[], Array]
+        self, region: Region, addresses: Array, size: int, _lanes: Any, changed: Callable[[], Array]
     ) -> None:
         """Note a store, before it; ``changed`` says which lanes change what the memory holds."""
         span, at = self._enter(region, addresses, size)
@@ -143,27 +94,14 @@ class Races:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _enter(self, region: Region, addresses: Array, size: int) -> tuple[_Span, Array]:
+    def _enter(self, region: Region, addresses: Array, size: int) -> tuple[Span, Array]:
         frame: Any = sys._getframe(3)
         while frame is not None and HELPERS not in frame.f_globals:
             frame = frame.f_back
         self._lines.append(None if frame is None else (frame.f_code, frame.f_lineno))
-        span = self._spans.get(region) or self._span(region)
-        return span, span.index(addresses, size)
+        return self._spans.enter(region, addresses, size)
 
-    def _span(self, region: Region) -> _Span:
-        """Make the entries of a tensor's memory, and of all that overlaps it."""
-        group: set[Region] = set()
-        more = {region}
-        while more - group:
-            group |= more
-            low, high = min(r.start for r in group), max(r.stop for r in group)
-            more = {r for r in self._regions if r.start < high and low < r.stop}
-        span = _Span(low - low % _ALIGNED, high)
-        self._spans |= dict.fromkeys(group, span)
-        return span
-
-    def _join(self, span: _Span, at: Array, name: str) -> None:
+    def _join(self, span: Span, at: Array, name: str) -> None:
         """Enter the running access as the first reader, or atomic, of what has none yet."""
         first = span.of(name)
         new = first[at] == 0
@@ -171,7 +109,7 @@ class Races:
             first[at if new.all() else at[new]] = len(self._lines) - 1
 
     def _beside(
-        self, span: _Span, at: Array, region: Region, own: str, others: Sequence[str],
+        self, span: Span, at: Array, region: Region, own: str, others: Sequence[str],
         changed: Callable[[], Array] | None = None,
     ) -> None:  # fmt: skip
         """Raise where another program was before, unless an atomic stands between."""

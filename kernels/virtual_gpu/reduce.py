@@ -37,9 +37,10 @@ def reduce(builder: VirtualBuilder, inputs: Any, axis: Any, combine: Any, keep_d
         return reduce(builder, (inputs,), axis, combine, keep_dims)[0]
     axis, keep_dims = (getattr(v, "value", v) for v in (axis, keep_dims))
     rank = len(inputs[0].shape)
-    arrays = [t.handle.data if axis is not None else t.handle.data.reshape(-1) for t in inputs]
+    arrays = _together(inputs)
+    arrays = [a if axis is not None else a.reshape(len(a), -1) for a in arrays]
     types = [t.dtype for t in inputs]
-    along = 0 if axis is None else axis % rank
+    along = 1 if axis is None else axis % rank + 1
     if combine.fn in _ARG:
         results = _arg(arrays, along, *_ARG[combine.fn])
     elif len(arrays) == 1 and combine.fn in _EXTREMA:
@@ -54,12 +55,19 @@ def reduce(builder: VirtualBuilder, inputs: Any, axis: Any, combine: Any, keep_d
     else:
         results = _fold(arrays, types, along, combine)
     if keep_dims:
-        shape = (1,) * rank if axis is None else None
+        more = (1,) * rank if axis is None else None
         results = [
-            r.reshape(shape) if shape else np.expand_dims(r, along)
+            r.reshape(-1, *more) if more else np.expand_dims(r, along)
             for r in map(np.asarray, results)
         ]
     return tuple(wrap(np.asarray(r), t) for r, t in zip(results, types, strict=True))
+
+
+def _together(inputs: Any) -> list[Array]:
+    """Return the arrays of several tensors, each for as many programs as the others."""
+    arrays = [t.handle.data for t in inputs]
+    programs = max(map(len, arrays))
+    return [np.broadcast_to(a, (programs, *a.shape[1:])) for a in arrays]
 
 
 def scan(inputs: Any, axis: Any, combine: Any, reverse: Any) -> Any:
@@ -70,8 +78,8 @@ def scan(inputs: Any, axis: Any, combine: Any, reverse: Any) -> Any:
     types = [t.dtype for t in inputs]
     if any(t.is_floating() for t in types):
         unmodelled(f"a scan of {', '.join(map(str, types))} by {_name(combine)}")
-    axis %= len(inputs[0].shape)
-    arrays = [np.flip(t.handle.data, axis) if reverse else t.handle.data for t in inputs]
+    axis = axis % len(inputs[0].shape) + 1
+    arrays = [np.flip(a, axis) if reverse else a for a in _together(inputs)]
     if combine.fn in _SCANS and len(arrays) == 1:
         results = [_SCANS[combine.fn](arrays[0], axis=axis, dtype=arrays[0].dtype)]
     else:
@@ -130,5 +138,5 @@ def _steps(arrays: list[Array], types: list[Any], axis: int, combine: Any) -> li
         result = combine(*operands)
         result = result if isinstance(result, tuple) else (result,)
         shape = current[0].shape
-        partial.append([np.asarray(r.handle.data).reshape(shape) for r in result])
+        partial.append([np.broadcast_to(r.handle.data, shape) for r in result])
     return partial

@@ -52,7 +52,9 @@ class Product:
 class Value:
     """What a ``tl.tensor`` holds here in place of an IR handle.
 
-    ``data`` has the block's shape, or [1] for a scalar; ``dtype`` is the scalar or pointer type.
+    ``data`` is [programs, *shape of the block], and [programs] for a scalar: the first axis has the
+    programs that run as one (``abreast``), or 1 where all of them have the same value.  ``dtype``
+    is the scalar or pointer type.
     """
 
     data: Array
@@ -66,7 +68,7 @@ class Value:
 
 
 def wrap(data: Array, dtype: Any) -> Any:
-    """Return ``data`` as a ``tl.tensor``: a scalar for shape [1] of a 0-d array, else a block."""
-    if data.ndim == 0:
-        return tl.tensor(Value(data.reshape(1), dtype), dtype)
-    return tl.tensor(Value(data, dtype), tl.block_type(dtype, list(data.shape)))
+    """Return ``data`` [programs, *shape] as a ``tl.tensor``: a scalar without further axes."""
+    if data.ndim == 1:
+        return tl.tensor(Value(data, dtype), dtype)
+    return tl.tensor(Value(data, dtype), tl.block_type(dtype, list(data.shape[1:])))
