@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import numpy as np
 
@@ -29,14 +29,14 @@ Array = np.ndarray[Any, Any]
 ELEMENTS = 1 << 17
 """Of the largest block of a group: more leave the cache, and fewer cost their calls."""
 
+MOST = 1 << 12
+"""Programs of a group."""
+
 PARTINGS = 6
 """Times that a group may part until its programs run singly: each time begins anew."""
 
 _SINGLY: WeakSet[Any] = WeakSet()
 """Functions of kernels that have an operation for which programs must run one after another."""
-
-_WIDEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Function of a kernel -> elements of the largest block that one of its programs has accessed."""
 
 
 class Alone(Exception):
@@ -104,7 +104,7 @@ def run(kernel: Any, body: Callable[[], None], builder: VirtualBuilder, programs
     memory.races = crossings = Crossings(memory.regions)
     memory.undo = []
     try:
-        _groups(body, builder, crossings, programs, kernel.fn)
+        _groups(body, builder, crossings, programs)
     except Exception as error:  # one after another, they say it in their own words
         if isinstance(error, Alone):
             _SINGLY.add(kernel.fn)
@@ -118,16 +118,14 @@ def run(kernel: Any, body: Callable[[], None], builder: VirtualBuilder, programs
 
 
 def _groups(
-    body: Callable[[], None], builder: VirtualBuilder, crossings: Crossings, programs: Array,
-    function: Any,
-) -> None:  # fmt: skip
+    body: Callable[[], None], builder: VirtualBuilder, crossings: Crossings, programs: Array
+) -> None:
     memory = builder.memory
-    memory.widest = _WIDEST.get(function, 0)
-    # how many fit is known from the blocks of the first
-    waiting = [(programs, 0)] if memory.widest else [(programs[1:], 0), (programs[:1], 0)]
+    waiting = [(programs, 0)]
     while waiting:
         group, parted = waiting.pop()
-        fit = max(1, ELEMENTS // max(memory.widest, 1))
+        # at first as many as there are: those without work of their own end before large blocks
+        fit = max(1, ELEMENTS // max(memory.widest, 1)) if parted else MOST
         if group.size > fit:
             chunks = [group[n : n + fit] for n in range(0, group.size, fit)]
             waiting += [(chunk, parted) for chunk in reversed(chunks)]
@@ -141,7 +139,6 @@ def _groups(
         except Parted as ways:
             memory.back(*before)
             waiting += [(part, parted + 1) for part in reversed(_parts(group, ways, parted))]
-    _WIDEST[function] = memory.widest
 
 
 def _parts(group: Array, ways: Parted, parted: int) -> list[Array]:

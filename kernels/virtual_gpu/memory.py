@@ -79,9 +79,16 @@ class Memory:
         self.programs = 1
         """That run as one (``abreast``)."""
         self.widest = 0
-        """Elements of the largest block that one program has accessed."""
+        """Elements of the largest block of a program."""
         self.undo: list[tuple[Array, Array, Array]] | None = None
         """Memory, entries and what they held, for each store since programs run as one."""
+
+    def fits(self, elements: int) -> None:
+        """Part programs that run as one where their blocks together are too large."""
+        self.widest = max(self.widest, elements)
+        at_once = max(abreast.ELEMENTS // max(elements, 1), 1)
+        if self.programs > 4 * at_once:
+            raise abreast.Parted(np.arange(self.programs) // at_once)
 
     def load(
         self, pointer: Value, mask: Array | None, other: Array | None, kind: np.dtype[Any]
@@ -185,7 +192,7 @@ class Memory:
 
     def _parts(self, access: _Access) -> Iterator[Part]:
         """Split an access by tensor; raise where an active lane has none."""
-        self._fits(access)
+        self.fits(access.pointer.data[0].size)
         active, size, home = access.addresses, access.size, access.pointer.region
         if not active.size:
             return
@@ -199,14 +206,6 @@ class Memory:
             yield home, access.mask, active
         else:
             yield from self._scattered(access)
-
-    def _fits(self, access: _Access) -> None:
-        """Part programs that run as one where their blocks together are too large."""
-        elements = access.pointer.data[0].size
-        self.widest = max(self.widest, elements)
-        at_once = max(abreast.ELEMENTS // max(elements, 1), 1)
-        if self.programs > 4 * at_once:
-            raise abreast.Parted(np.arange(self.programs) // at_once)
 
     def _scattered(self, access: _Access) -> Iterator[Part]:
         """Sort lanes whose pointers come from several tensors, or from integers."""

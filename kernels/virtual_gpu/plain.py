@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from moe_parity.kernels.virtual_gpu.abreast import alone, level
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.models import f32_to_bf16
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 
@@ -64,6 +66,8 @@ def _high_product(a: Any, b: Any) -> Any:
 
 class PlainOperations:
     """The part of the builder that needs no model."""
+
+    memory: Memory
 
     # constants ---------------------------------------------------------------------------------
 
@@ -178,9 +182,14 @@ class PlainOperations:
         moved = None if a.product is None else replace(a.product, factors=None)
         return Value(data, a.dtype, a.constant, a.region, moved)
 
+    def _large(self, data: Any, shape: Sequence[int]) -> Any:
+        if len(data) > 1:
+            self.memory.fits(prod(shape))
+        return _stretched(data, shape)
+
     def create_splat(self, ty: Any, a: Value) -> Value:
         """Fill a block with a scalar; no copy is made."""
-        return self._shaped(a, _stretched(a.data.reshape(-1, *[1] * len(ty.shape)), ty.shape))
+        return self._shaped(a, self._large(a.data.reshape(-1, *[1] * len(ty.shape)), ty.shape))
 
     def create_unsplat(self, a: Value) -> Value:
         """Return the only element."""
@@ -188,7 +197,7 @@ class PlainOperations:
 
     def create_broadcast(self, a: Value, shape: Sequence[int]) -> Value:
         """Stretch dimensions of size 1; no copy is made."""
-        return self._shaped(a, _stretched(a.data, shape))
+        return self._shaped(a, self._large(a.data, shape))
 
     def create_expand_dims(self, a: Value, axis: int) -> Value:
         """Insert a dimension of size 1."""
