@@ -10,8 +10,9 @@ from moe_parity.harness.captured.file import Captured
 from moe_parity.harness.captured.shrink import kept_small, line, made_small
 from moe_parity.harness.cases.budget import CPU_COST, skip_of
 from moe_parity.harness.checks.expect import Recorder, fields
-from moe_parity.harness.checks.flow import check, overran
+from moe_parity.harness.checks.flow import check, first_line, overran
 from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.harness.session import environment
 from moe_parity.harness.session.skips import skip_test
 from moe_parity.harness.session.watch import Overrun, current
 from moe_parity.kernels import Kernel
@@ -73,11 +74,15 @@ def _small(
     kernel: Kernel, captured: Captured, device: str, red: Verdict, own: str, alone: bool
 ) -> tuple[str, str]:
     """Make a failure small; return the line that reproduces it, and what became of it."""
-    small = made_small(captured, red, kernel, device)
+    if environment.gpu_lost():
+        return own, ""
     try:
+        small = made_small(captured, red, kernel, device)
         path = kept_small(small, captured, kernel, alone)
     except ParityError as error:
         return own, f"The smaller capture is not kept: {error}"
+    except Exception as error:  # what was found must be told all the same
+        return own, f"It could not be made small: {type(error).__name__}: {first_line(error)}."
     if path == captured.path:
         return own, ""
     return line(kernel, path), f"Made small to {small.case.id}."

@@ -46,9 +46,12 @@ def case_from(path: Path | str, kernel: Kernel, device: str) -> tuple[Case, Any]
     return fed(read(path), kernel, device)
 
 
-def fed(captured: Captured, kernel: Kernel, device: str) -> tuple[Case, Any]:
+def fed(
+    captured: Captured, kernel: Kernel, device: str, memory: str | None = None
+) -> tuple[Case, Any]:
     """Return the case and the inputs that a kernel is called with.
 
+    The inputs lie on the device, or in ``memory``.
     Of a quantizer the layout of the scales is the first that it takes, packed ones too, as no
     captured tensor says it.  Raises ParityError as ``case_from`` does.
     """
@@ -68,7 +71,9 @@ def fed(captured: Captured, kernel: Kernel, device: str) -> tuple[Case, Any]:
         reason = kernel.why_not(_sized(words, captured.case, stage), device)
         if reason is None:
             tensors = _named(captured, stage, _upstream(kernel, captured.case, device))
-            case, inputs = stage.given(words, {n: t.to(device) for n, t in tensors.items()})
+            case, inputs = stage.given(
+                words, {n: t.to(memory or device) for n, t in tensors.items()}
+            )
             stage.check(case)
             reason = kernel.why_not(case, device)
             if reason is None:
@@ -79,7 +84,7 @@ def fed(captured: Captured, kernel: Kernel, device: str) -> tuple[Case, Any]:
 
 def _words(case: Case, stage: Stage[Any]) -> Iterator[Case]:
     """Yield what a captured case asks of a stage: the words that it reads."""
-    own = {n: getattr(case, n) for n in stage.reads if n not in _SIZES}
+    own = {n: getattr(case, n) for n in stage.reads if n == "e" or n not in _SIZES}
     if stage.name in ("swiglu_quant", "fc2"):
         own |= {"scale": case.mid}
     plain = Case(**own)

@@ -59,9 +59,11 @@ class Captured:
         rows = self.origin.get("rows")
         if not rows:
             return ""
+        of = self.origin.get("sizes", {}).get("m", "?")
+        if len(rows) == 1:
+            return f"The token of {self.path.name} is row {rows[0]} of {of} captured ones."
         more = "" if len(rows) <= SHOWN else f" and {len(rows) - SHOWN} more"
         listed = ", ".join(map(str, rows[:SHOWN])) + more
-        of = self.origin.get("sizes", {}).get("m", "?")
         return f"The tokens of {self.path.name} are rows {listed} of {of} captured ones."
 
 

@@ -6,6 +6,7 @@ experts when the file is written, which is at the end of the ``with`` block.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -46,8 +47,13 @@ class Recording:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> Self:
-        """Begin to listen; returns itself."""
-        target = self._target
+        """Begin to listen; returns itself.
+
+        Raises ParityError where the file could not be written at the end, as far as that shows now.
+        """
+        target, folder = self._target, self.path.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ParityError(f"{folder} is no folder that can be written to; name another path.")
         if isinstance(target, torch.nn.Module):
             if hasattr(target, "_orig_mod"):
                 raise ParityError(
@@ -154,7 +160,9 @@ class Recording:
                     f"nothing is captured to {self.path}: {name} was written after the call; close "
                     "the capture before weights change."
                 )
-        about = {"call": self._call, "module": type(self._target).__name__}
+        target = self._target
+        name = target[1] if isinstance(target, tuple) else type(target).__name__
+        about = {"call": self._call, "module": name}
         self.written = sampled(self.path, self._wanted, self._held, self._rows, self._m, about)
         write(self.written)
         self._held.clear()

@@ -21,6 +21,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "w2_scale": ("w2_scale", "w2_weight_scale_inv", "w2_weight_scale"),
 }
 """Ours -> names of arguments, and of attributes of the module; the first tensor counts."""
+HOLDERS = ("layer", "quant_config", "quant_info", "dispatch_output", "topk_output")
+"""Arguments whose attributes are looked at as well: ``quant_method.apply(layer, ...)`` of vLLM."""
 OPTIONAL = frozenset({"x_scale", "weights"})
 
 
@@ -36,11 +38,12 @@ def named(
     except (TypeError, ValueError):  # a function of C has no names
         given = dict(kwargs)
     flat = {**given, **_rest(given)}
+    holders = [module, *(flat.get(name) for name in HOLDERS)]
+    holders.append(getattr(flat.get("dispatch_output"), "topk_output", None))
     found: dict[str, Tensor] = {}
     for own, names in NAMES.items():
-        values = [flat.get(name) for name in names] + [
-            getattr(module, name, None) for name in names
-        ]
+        values = [flat.get(name) for name in names]
+        values += [getattr(holder, name, None) for holder in holders for name in names]
         tensor = next((value for value in values if isinstance(value, Tensor)), None)
         if tensor is not None:
             found[own] = tensor

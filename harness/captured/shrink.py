@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from moe_parity.references.errors import ParityError
 
 BUDGET = 80
 """Captures that one failure may cost."""
+SECONDS = 120.0
+"""After so many seconds nothing more is tried: a capture of a large model may take long."""
 DIMENSIONS = ("rows", "choices", "i", "h")
 
 Judge = Callable[[Captured], tuple[Failure, ...]]
@@ -84,11 +87,16 @@ class Shrinking:
         self._reason = failure.reason
         self._judge = judge
         self._budget = budget
+        self._end = time.monotonic() + SECONDS
+
+    @property
+    def _spent(self) -> bool:
+        return self.tried >= self._budget or time.monotonic() > self._end
 
     def run(self) -> Captured:
         """Shrink until nothing more can be left out, or the budget is used up."""
         before = None
-        while before is not self.best and self.tried < self._budget:
+        while before is not self.best and not self._spent:
             before = self.best
             for name in DIMENSIONS:
                 self._along(name)
@@ -99,7 +107,7 @@ class Shrinking:
         count = self._count(name)
         left = list(range(count))
         part = count // 2
-        while part and self.tried < self._budget:
+        while part and not self._spent:
             start, gone = 0, False
             while start < len(left) and len(left) > 1:
                 kept = left[:start] + left[start + part :]
@@ -119,7 +127,7 @@ class Shrinking:
 
     def _try(self, name: str, kept: list[int], of: list[int]) -> bool:
         """Take over a capture of what is kept, where it fails for the same reason."""
-        if self.tried >= self._budget:
+        if self._spent:
             return False
         self.tried += 1
         # ``best`` is what ``of`` names: places in it

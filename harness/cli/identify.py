@@ -109,6 +109,8 @@ def settings_of(request: Request) -> Iterator[Setting]:
     """Yield the settings of every target."""
     for target in request.targets:
         if target.endswith(".safetensors"):
+            if request.case_from is not None:
+                raise ParityError(f"--case-from runs kernels, and {target} is a file of outputs.")
             yield from _of_file(Path(target), request)
         else:
             for kernel in select([target]):
@@ -148,12 +150,14 @@ def of_kernel(kernel: Kernel, device: str | None = None) -> Iterator[Setting]:
 
 def _captured(kernel: Kernel, path: Path, device: str | None) -> Iterator[Setting]:
     """Run a kernel on captured tensors; raises ParityError where it takes none, or raises."""
-    from moe_parity.harness.captured.feed import case_from
+    from moe_parity.harness.captured.feed import fed
+    from moe_parity.harness.captured.file import read
 
     device = device or ("cuda" if environment.gpu() else "cpu")
-    case, inputs = case_from(path, kernel, device)
+    captured = read(path)
+    case, inputs = fed(captured, kernel, device)
     faults: list[str] = []
-    ran = _run(kernel, case, device, faults, inputs, case_from(path, kernel, "cpu")[1])
+    ran = _run(kernel, case, device, faults, inputs, fed(captured, kernel, device, "cpu")[1])
     if ran is None:
         raise ParityError(f"{kernel.name} did not run on {path}: {faults[0]}")
     yield from _inside(kernel.name, f"{path.name}, {case.id}", [ran])
