@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from moe_parity.harness.captured.feed import fed
+from moe_parity.harness.captured.feed import Declined, fed
 from moe_parity.harness.captured.file import Captured
 from moe_parity.harness.captured.shrink import kept_small, line, made_small
 from moe_parity.harness.cases.budget import CPU_COST, skip_of
@@ -34,8 +34,8 @@ def expect_captured(
         skip_test(reason)
     try:
         case, inputs = fed(captured, kernel, device)
-    except ParityError as error:
-        skip_test(Skip(Why.UNSUPPORTED, str(error)))
+    except Declined as error:
+        skip_test(Skip(error.why, str(error)))
     reason = skip_of(kernel, case, device)
     if reason is not None and reason.why is not Why.BUDGET:  # these very tensors are asked for
         skip_test(reason)

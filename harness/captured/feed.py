@@ -17,7 +17,15 @@ from torch import Tensor
 from moe_parity.harness.captured.file import Captured, read
 from moe_parity.kernels import Kernel
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Recipe, ScaleFormat, ScaleLayout, Stage
+from moe_parity.references.language import (
+    Case,
+    Recipe,
+    ScaleFormat,
+    ScaleLayout,
+    Skip,
+    Stage,
+    Why,
+)
 from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import LAYER
 from moe_parity.references.stages.layer.stage import steps_of
@@ -28,6 +36,12 @@ INSIDE = (
 )  # fmt: skip
 """The stages that a captured layer feeds."""
 _SIZES = ("m", "e", "k", "h", "i")
+
+
+class Declined(ParityError):
+    """A kernel that does not take the captured tensors here; ``why`` is the kind of its reason."""
+
+    why = Why.UNSUPPORTED
 
 
 def feeds(captured: Captured, stage: Stage[Any]) -> bool:
@@ -58,11 +72,11 @@ def fed(
     stage = kernel.stage
     if not feeds(captured, stage):
         takes = f"{captured.stage}" if captured.stage is not LAYER else ", ".join(INSIDE)
-        raise ParityError(
-            f"{captured.path} holds {captured.stage} and feeds {takes}; {kernel.name} is a kernel "
-            f"of {stage}."
+        raise Declined(
+            f"{captured.path.name} holds {captured.stage} and feeds {takes}; {kernel.name} is a "
+            f"kernel of {stage}."
         )
-    refusal = None
+    refusal: Skip | None = None
     for words in _words(captured.case, stage):
         try:
             stage.check(_sized(words, captured.case, stage))
@@ -79,7 +93,10 @@ def fed(
             if reason is None:
                 return case, inputs
         refusal = refusal or reason
-    raise ParityError(f"{kernel.name} does not take {captured.path} here: {refusal}")
+    declined = Declined(f"{kernel.name} does not take {captured.path.name} here: {refusal}")
+    if refusal is not None:
+        declined.why = refusal.why
+    raise declined
 
 
 def _words(case: Case, stage: Stage[Any]) -> Iterator[Case]:

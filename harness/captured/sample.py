@@ -161,7 +161,7 @@ def _too_large(
     return (
         f"{what} {size:,} bytes, {count} experts of {of_expert:,} among them, and the limit is "
         f"{wanted.limit:,}: H and I stay whole, as bits depend on them; pass limit={size}, or "
-        "experts=(...) to keep fewer, whose other pairs then are nobody's."
+        "say which experts to keep, and the pairs of others are nobody's."
     )
 
 

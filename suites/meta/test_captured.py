@@ -1,0 +1,553 @@
+"""Captured tensors: what a file holds, what is refused, which kernels it feeds, what is made small."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_parity.harness import capture
+from moe_parity.harness.captured import hook
+from moe_parity.harness.captured.expect import expect_captured
+from moe_parity.harness.captured.feed import INSIDE, case_from
+from moe_parity.harness.captured.file import read
+from moe_parity.harness.checks.flow import check
+from moe_parity.harness.cli import main
+from moe_parity.harness.diagnosis.cause import CauseKind
+from moe_parity.kernels import Call
+from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Case, ScaleFormat
+from moe_parity.references.recipes.ours import OURS
+from moe_parity.references.stages import LAYER, STAGES
+from moe_parity.references.stages.layer import reference as layers
+from moe_parity.reports.results import read as read_results
+from moe_parity.suites.planted import following, kernel_of, right
+
+CASE = Case(m=12, e=8, k=2, h=256, i=256)
+RANK = dataclasses.replace(CASE, ep_rank=1, ep_size=2)
+
+
+def tensors_of(case: Case) -> dict[str, Tensor]:
+    """Return the inputs of a layer by the names of a file."""
+    inputs = LAYER.inputs(case)
+    held = {**vars(inputs.batch), **vars(inputs.experts)}
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+
+TENSORS = tensors_of(CASE)
+
+
+class Layer(nn.Module):
+    """A layer with the names of vLLM, which writes into its input."""
+
+    def __init__(self, case: Case = CASE):
+        super().__init__()
+        made = tensors_of(case)
+        self.w13_weight = made["w13"].view(torch.float8_e4m3fn)
+        self.w2_weight = made["w2"].view(torch.float8_e4m3fn)
+        self.w13_weight_scale_inv, self.w2_weight_scale_inv = made["w13_scale"], made["w2_scale"]
+        self.case, self.seen = case, []
+
+    def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        made = {**tensors_of(self.case), "x": hidden_states.flatten(0, -2), "weights": topk_weights}
+        case, inputs = LAYER.given(dataclasses.replace(self.case, e=1), made | {"ids": topk_ids})
+        out = LAYER.reference(case, inputs, OURS)["out"]
+        self.seen.append((hidden_states.clone(), out))
+        hidden_states.fill_(7)
+        return out.view(hidden_states.shape)
+
+    def run(self, factor: float = 1.0) -> Tensor:
+        made = tensors_of(self.case)
+        return self((made["x"] * factor).clone(), made["weights"], topk_ids=made["ids"])
+
+
+def test_a_file_holds_what_the_call_had(tmp_path: Path):
+    """The second call, rows of a batch with a sequence, before the layer wrote into them."""
+    layer, path = Layer(), tmp_path / "dump.safetensors"
+    with capture(layer, path, call=2, count=4):
+        layer.run()
+        made = tensors_of(CASE)
+        layer((made["x"] * 2).view(3, 4, -1), made["weights"], made["ids"])
+        layer.run(4.0)
+    dump, found = read(path), load_file(path)
+    rows, experts = dump.origin["rows"], dump.origin["experts"]
+    assert len(rows) == 4
+    assert experts == sorted({int(e) for e in TENSORS["ids"][rows].flatten()})
+    assert torch.equal(found["x"], layer.seen[1][0].flatten(0, 1)[rows])
+    assert torch.equal(found["out"], layer.seen[1][1][rows])
+    assert torch.equal(found["weights"], TENSORS["weights"][rows])
+    assert torch.equal(torch.tensor(experts)[found["ids"].long()].int(), TENSORS["ids"][rows])
+    for name in ("w13", "w13_scale", "w2", "w2_scale"):
+        assert torch.equal(found[name], TENSORS[name][experts])
+    assert dump.origin["sizes"] == {"m": 12, "e": 8, "k": 2, "h": 256, "i": 256}
+
+
+@pytest.mark.parametrize("case", [CASE, RANK], ids=["alone", "ep1of2"])
+def test_rows_and_experts_that_are_left_out_change_no_bit(case: Case, tmp_path: Path):
+    """The layer on the file gives the rows that it gave on all of them."""
+    words = "fp32-ep1of2" if case is RANK else "fp32"
+    out = LAYER.reference(case, LAYER.inputs(case), OURS)["out"]
+    dump = capture.write(
+        tmp_path / "d.safetensors", case=words, count=3, seed=5, **tensors_of(case), out=out
+    )
+    kernel = kernel_of("layer", right)
+    again, inputs = case_from(dump.path, kernel, "cpu")
+    assert again.e < case.e
+    assert (again.m, again.ep_size) == (3, case.ep_size)
+    made = LAYER.reference(again, inputs, OURS)["out"]
+    assert torch.equal(made, out[dump.origin["rows"]])
+    assert torch.equal(dump.seen["out"], made)
+
+
+def test_experts_that_are_not_asked_for_are_nobodys(tmp_path: Path):
+    """Their pairs are left out, and so is an output that they were part of."""
+    out = LAYER.reference(CASE, LAYER.inputs(CASE), OURS)["out"]
+    dump = capture.write(tmp_path / "d.safetensors", expert_numbers=[5], **TENSORS, out=out)
+    ids = TENSORS["ids"][dump.origin["rows"]]
+    assert bool((ids == 5).any(1).all())
+    assert torch.equal(read(dump.path).given["ids"], torch.where(ids == 5, 0, -1).int())
+    assert not dump.seen
+    assert dump.words == "fp32-holes"
+
+
+def test_a_file_keeps_to_its_limit_or_says_what_a_row_needs(tmp_path: Path):
+    path = tmp_path / "d.safetensors"
+    for limit in (430_000, 700_000, 1_300_000):
+        capture.write(path, limit=limit, **TENSORS)
+        assert 0.6 * limit < path.stat().st_size <= limit
+    path.unlink()
+    with pytest.raises(ParityError, match="H and I stay whole") as refused:
+        capture.write(path, limit=100_000, **TENSORS)
+    assert not path.exists()
+    needed = int(str(refused.value).partition("limit=")[2].partition(",")[0])
+    assert len(capture.write(path, limit=needed, **TENSORS).origin["rows"]) == 1
+    with pytest.raises(ParityError, match="3 rows need"):
+        capture.write(path, limit=needed, row_numbers=[1, 2, 3], **TENSORS)
+    assert capture.write(path, row_numbers=[9, 2], **TENSORS).origin["rows"] == [2, 9]
+
+
+class Ops(TorchDispatchMode):
+    """Notes which ops are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_hook_waits_for_no_gpu(tmp_path: Path):
+    """While the model runs nothing reads a value, and no index is made on the host."""
+    made = {name: tensor.clone() for name, tensor in TENSORS.items()}
+
+    def model(**given: Tensor) -> Tensor:
+        return given["x"]
+
+    owner = type("Owner", (), {"layer": staticmethod(model)})
+    with capture((owner, "layer"), tmp_path / "d.safetensors", rows=[3, 8]), Ops() as ops:
+        owner.layer(**made)
+    assert ops.names <= {"aten::detach", "aten::select", "aten::stack", "aten::cat", "aten::view"}
+    assert owner.layer is model
+    assert read(tmp_path / "d.safetensors").origin["rows"] == [3, 8]
+
+
+def _graph(monkeypatch: pytest.MonkeyPatch, layer: Layer) -> Layer:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    return layer
+
+
+def _compiled(monkeypatch: pytest.MonkeyPatch, layer: Layer) -> Layer:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    return layer
+
+
+def _meta(_: pytest.MonkeyPatch, layer: Layer) -> Layer:
+    layer.w2_weight = layer.w2_weight.to("meta")
+    return layer
+
+
+def _without(_: pytest.MonkeyPatch, layer: Layer) -> Layer:
+    del layer.w13_weight_scale_inv
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_graph, "call 1 was recorded into a CUDA graph, where nothing can be held"),
+        (_compiled, "the layer ran inside torch.compile, where nothing can be held"),
+        (_meta, "w2 has no values: it is a meta tensor"),
+        (_without, "w13_scale is neither an argument nor an attribute of Layer"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_and_the_model_runs(
+    spoil, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    layer = spoil(monkeypatch, Layer())
+    with (
+        pytest.raises(ParityError, match=words),
+        capture(layer, tmp_path / "d.safetensors"),
+    ):
+        out = layer.run()
+    assert torch.equal(out, layer.seen[0][1])
+    assert not list(tmp_path.iterdir())
+    assert not layer._forward_hooks
+
+
+def test_a_call_that_did_not_come_is_said(tmp_path: Path):
+    layer = Layer()
+    with (
+        pytest.raises(ParityError, match="call 3 was asked for, and there were 1"),
+        capture(layer, tmp_path / "d.safetensors", call=3),
+    ):
+        layer.run()
+    with (
+        pytest.raises(ZeroDivisionError),  # what the body raises is not covered up
+        capture(layer, tmp_path / "d.safetensors"),
+    ):
+        layer.run(1 / 0)
+    with (
+        pytest.raises(ParityError, match="w2 was written after the call"),
+        capture(layer, tmp_path / "d.safetensors"),
+    ):
+        layer.run()
+        layer.w2_weight.view(torch.uint8).fill_(0)
+    with pytest.raises(ParityError, match="is no folder that can be written to"):
+        capture(layer, tmp_path / "nowhere" / "d.safetensors").attach()
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file before stays as it was, nothing else is left, and what is held can be written."""
+    layer, path = Layer(), tmp_path / "d.safetensors"
+    path.write_text("before")
+    recording = capture(layer, path).attach()
+    layer.run()
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(ParityError, match="No space left"):
+        patched.setattr(Path, "write_bytes", full)
+        recording.close()
+    assert path.read_text() == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    recording.path = tmp_path / "other.safetensors"
+    recording.close()
+    assert torch.equal(read(recording.path).seen["out"], layer.seen[0][1])
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def dumped(path: Path, metadata: dict[str, str], **changes: Tensor | None) -> Path:
+    """Write a file by hand: the layer's tensors with changes, None to leave one out."""
+    made = {name: t.contiguous() for name, t in (TENSORS | changes).items() if t is not None}
+    save_file(made, path, metadata={"stage": "layer", **metadata})
+    return path
+
+
+def _with(name: str, value: float, places: tuple[int, ...]) -> dict[str, Tensor]:
+    tensor = TENSORS[name].clone()
+    tensor[places] = value
+    return {name: tensor}
+
+
+HIT = int(TENSORS["ids"][0, 0])
+UE8M0 = {
+    name: torch.full_like(TENSORS[name], 0.25) for name in ("w13_scale", "w2_scale")
+}  # fmt: skip
+BAD: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"capture": "2"}, {}, "has capture schema '2', this version reads up to 1"),
+    ({"capture": "one"}, {}, "has capture schema 'one'"),
+    ({"stage": "fc3"}, {}, "their metadata say stage 'fc3', expected one of layer"),
+    ({"case": "fp31"}, {}, "names no kernel and scale format"),
+    ({"case": "fp32-g64"}, {}, "layer does not read the word group"),
+    ({"origin": "[3]"}, {}, "origin is no JSON object"),
+    ({}, {"w2_scale": None}, "layer needs the input w2_scale, and there is ids, w13,"),
+    ({}, {"x": TENSORS["x"].double()}, "the input x is torch.float64 [12, 256]"),
+    ({}, {"x": TENSORS["x"][:, :128]}, "layer: w2 is [8, 256, 256], expected [E, H, I]"),
+    ({}, {"w13": TENSORS["w13"][:, :256]}, "layer: w13 is [8, 256, 256], expected [E, 2 * I, H]"),
+    ({}, {"w13_scale": TENSORS["w13_scale"][:, :3]}, "expected [E, ceil(2 * I / 128), ceil(H"),
+    ({}, {"weights": TENSORS["weights"][:9]}, "layer: weights is [9, 2], expected [M, k]"),
+    ({}, _with("ids", 8, (4, 1)), "ids hold 8 at row 4, choice 1, and there are 8 experts"),
+    ({}, _with("ids", -2, (0, 0)), "ids hold -2 at row 0, choice 0"),
+    ({}, _with("w13_scale", float("nan"), (HIT, 1, 1)), "w13_scale holds nan at "),
+    ({}, _with("w2_scale", float("inf"), (HIT, 0, 1)), "w2_scale holds inf at "),
+    ({"case": "ue8m0"}, {}, "and the case says ue8m0: powers of two"),
+    ({"case": "fp32-midue8m0"}, {"w13_scale": UE8M0["w13_scale"]}, "w2_scale holds "),
+    ({}, {"out": torch.zeros(12, 128, dtype=torch.bfloat16)}, "layer: out is [12, 128]"),
+    ({}, {"out": torch.zeros(12, 256)}, "holds out as torch.float32 [12, 256]"),
+]
+
+
+@pytest.mark.parametrize(("metadata", "changes", "sentence"), BAD, ids=lambda v: str(v)[:24])
+def test_a_bad_file_is_one_sentence_and_status_2(metadata, changes, sentence, tmp_path, capsys):
+    path = dumped(tmp_path / "bad.safetensors", metadata, **changes)
+    assert main(["check", "--case-from", str(path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith(f"parity: {path}")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_capture_is_refused_everywhere(tmp_path: Path, capsys):
+    torn, path = tmp_path / "torn.safetensors", dumped(tmp_path / "d.safetensors", {})
+    torn.write_bytes(path.read_bytes()[:5000])
+    witness = Path(__file__).parents[1] / "witnesses/ours_act_quant-fp32-aimed-m24-h512.safetensors"
+    for file, words in (
+        (torn, "is not a safetensors file"),
+        (tmp_path / "none.safetensors", "does not exist"),
+        (witness, "is a witness, not captured tensors"),
+    ):
+        for command in (["check"], ["identify", "ours_act_quant"]):
+            assert main([*command, "--case-from", str(file)]) == 2
+            assert words in capsys.readouterr().err
+    newer = dumped(tmp_path / "new.safetensors", {"capture": "2"}, out=TENSORS["x"])
+    assert main(["identify", str(newer)]) == 2
+    assert "has capture schema '2'" in capsys.readouterr().err
+    assert main(["identify", "ours_weight_quant", "--case-from", str(path)]) == 2
+    assert "ours_weight_quant is a kernel of weight_quant" in capsys.readouterr().err
+
+
+def test_powers_of_two_are_taken_where_the_case_says_so(tmp_path: Path):
+    """The least one too, 2^-127; and scales of experts that nobody takes are not looked at."""
+    scales = UE8M0["w13_scale"].clone()
+    scales[HIT] = 2.0**-127
+    nobody = TENSORS["ids"].clone()
+    nobody[nobody == 3] = HIT
+    scales[3] = float("nan")
+    changes = UE8M0 | {"w13_scale": scales, "ids": nobody}
+    read_back = read(dumped(tmp_path / "d.safetensors", {"case": "ue8m0-c7"}, **changes))
+    assert (read_back.case.scale, read_back.case.clamp) == (ScaleFormat.UE8M0, 7.0)
+
+
+# --- stages -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a capture of four rows, of the inputs alone."""
+    path = tmp_path_factory.mktemp("captured") / "dump.safetensors"
+    capture.write(path, count=4, case="fp32-c7", **TENSORS)
+    return path
+
+
+def handed(name: str, inputs: Any) -> dict[str, Tensor]:
+    """Return what a stage inside was handed, by the names of the layer's own trace."""
+    held = vars(inputs)
+    names = {
+        "act_quant": {"x": "x"}, "permute": {"codes": "act_codes", "scales": "act_scales"},
+        "fc1": {"a": "act_codes", "a_scale": "act_scales", "w": "w13", "w_scale": "w13_scale"},
+        "swiglu": {"rows": "fc1"}, "swiglu_quant": {"rows": "fc1"},
+        "fc2": {"a": "mid_codes", "a_scale": "mid_scales", "w": "w2", "w_scale": "w2_scale"},
+        "combine": {"rows": "fc2", "weights": "weights"}, "align": {"ids": "ids"},
+        "quant_gemm": {"x": "x"}, "layer": {},
+    }  # fmt: skip
+    return {theirs: held[ours] for ours, theirs in names[name].items()}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_every_stage_is_fed(name: str, dump: Path):
+    """With what the layer hands it; the kernel that is right is green, one that is wrong is not."""
+    case, inputs = case_from(dump, kernel_of(name, right), "cpu")
+    whole, given = case_from(dump, kernel_of("layer", right), "cpu")
+    trace = {**vars(layers.layer(given, OURS)), **vars(given.batch), **vars(given.experts)}
+    for theirs, tensor in handed(name, inputs).items():
+        assert torch.equal(tensor, trace[theirs].reshape(tensor.shape)), theirs
+    assert whole.clamp == 7.0
+    assert getattr(inputs, "limit", 7.0) == 7.0
+    verdicts = list(check(kernel_of(name, right), case, "cpu", inputs=inputs))
+    assert not [verdict.message for verdict in verdicts if verdict.failed]
+    assert sum(verdict.compared for verdict in verdicts if verdict.check.startswith("exact")) > 8
+
+    def wrong(call: Call) -> dict[str, Tensor]:
+        made = following()(call)
+        for tensor in made.values():
+            tensor.view(-1)[-1:].view(torch.uint8)[-1:] ^= 1
+        return made
+
+    red = [v for v in check(kernel_of(name, wrong), case, "cpu", inputs=inputs) if v.failed]
+    assert red[0].check.startswith("exact")
+
+
+def test_what_the_model_gave_is_handed_on(tmp_path: Path):
+    """The captured rows of fc1 are what SwiGLU is fed with, not ours."""
+    fc1 = torch.arange(24 * 512).view(24, 512).remainder(97).bfloat16()
+    file = capture.write(tmp_path / "d.safetensors", row_numbers=[1, 4], fc1=fc1, **TENSORS)
+    _, inputs = case_from(file.path, kernel_of("swiglu", right), "cpu")
+    assert torch.equal(inputs.rows, fc1[[2, 3, 8, 9]])
+
+
+def test_a_stage_is_captured_alone(tmp_path: Path):
+    """The second GEMM, whose rows are pairs."""
+    case = Case(m=6, e=4, k=2, h=256, i=256)
+    inputs = STAGES["fc2"].inputs(case)
+    names = ("a", "a_scale", "w", "w_scale", "ids", "weights")
+    made = {name: getattr(inputs, name) for name in names}
+    rows = STAGES["fc2"].reference(case, inputs, OURS)["rows"]
+    file = capture.write(
+        tmp_path / "d.safetensors", stage="fc2", row_numbers=[0, 5], **made, rows=rows
+    )
+    again, given = case_from(file.path, kernel_of("fc2", right), "cpu")
+    made_again = STAGES["fc2"].reference(again, given, OURS)["rows"]
+    assert torch.equal(made_again, rows[[0, 1, 10, 11]])
+    assert torch.equal(read(file.path).seen["rows"], made_again)
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+FILE = '''
+"""Our quantizer with one code wrong, where the largest number of a group is above a bound."""
+
+import torch
+from moe_parity.kernels import register
+from moe_parity.references.recipes.ours import OURS
+
+
+@register("too_large", stage="act_quant", recipes="ours")
+def too_large(call):
+    made = call.stage.reference(call.case, call.inputs, OURS)
+    codes, scales = call.new("codes").copy_(made["codes"]), call.new("scales").copy_(made["scales"])
+    groups = call.inputs.x.float().abs().unflatten(1, (-1, 128)).amax(2)
+    codes.unflatten(1, (-1, 128))[..., 5][groups > {bound}] ^= 1
+    return codes, scales
+
+
+@register("right", stage="act_quant", recipes="ours")
+def right(call):
+    made = call.stage.reference(call.case, call.inputs, OURS)
+    return call.new("codes").copy_(made["codes"]), call.new("scales").copy_(made["scales"])
+'''
+
+
+@pytest.fixture
+def faulty(dump: Path, tmp_path: Path) -> tuple[Path, Path, int, int]:
+    """Return a kernel file that is wrong for one group, a capture, and the row and the block."""
+    here = tmp_path / "dump.safetensors"
+    here.write_bytes(dump.read_bytes())
+    groups = load_file(here)["x"].float().abs().unflatten(1, (-1, 128)).amax(2)
+    largest, second = (float(n) for n in groups.flatten().sort(descending=True).values[:2])
+    assert largest > second
+    row, block = (int(n) for n in (groups == largest).nonzero()[0])
+    path = tmp_path / "mine.py"
+    path.write_text(FILE.replace("{bound}", repr(second)))
+    return path, here, row, block
+
+
+def test_a_failure_is_made_small_and_written_beside(faulty, tmp_path, monkeypatch, capsys):
+    """By the command: one row and one block are left, and the line that is printed is red too."""
+    file, dumped_at, row, block = faulty
+    monkeypatch.chdir(tmp_path)
+    command = ["check", "--kernel", str(file), "--case-from", dumped_at.name, "--device", "cpu"]
+    import subprocess
+    import sys
+
+    from moe_parity.suites.meta.outside import clean
+
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_parity.harness", *command, "-n", "0", "--out", "out"],
+        env=clean(), capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    run = read_results(tmp_path / "out" / "results.jsonl")
+    assert {r.kernel: r.verdict for r in run.tests} == {"right": "pass", "too_large": "fail"}
+    [red] = [record for record in run.records if record.check == "exact" and record.differing]
+    assert red.repro in done.stdout
+    small = read(Path(shlex.split(red.repro)[-1]))
+    original = read(dumped_at)
+    assert small.path.name == "dump-small-too_large.safetensors"
+    assert (small.case.m, small.case.h) == (1, 128)
+    assert small.origin["rows"] == [original.origin["rows"][row]]
+    assert small.origin["h_blocks"] == [block]
+    assert torch.equal(small.given["x"], original.given["x"][row : row + 1, 128 * block :][:, :128])
+
+
+class Records(list):
+    """A recorder."""
+
+    def add(self, record_fields: dict[str, Any]) -> None:
+        self.append(record_fields)
+
+
+def _judged(run: Any, path: Path, records: Records | None = None) -> str:
+    found = Records() if records is None else records
+    with pytest.raises(AssertionError) as refuted:
+        expect_captured(kernel_of("layer", run), read(path), "cpu", found)
+    return str(refuted.value)
+
+
+def squared(call: Call) -> Tensor:
+    """Return a layer that squares the routing weights."""
+    batch = call.inputs.batch
+    wrong = dataclasses.replace(batch, weights=batch.weights * batch.weights)
+    inputs = dataclasses.replace(call.inputs, batch=wrong)
+    return call.new("out").copy_(call.stage.reference(call.case, inputs, OURS)["out"])
+
+
+def test_a_layer_is_made_small_for_the_same_cause(dump: Path, tmp_path: Path):
+    """Rows, choices, experts and blocks go; the file before ours is left alone."""
+    here = tmp_path / "dump.safetensors"
+    here.write_bytes(dump.read_bytes())
+    taken = tmp_path / "dump-small.safetensors"
+    taken.write_text("somebody's")
+    said = _judged(squared, here)
+    assert "was not made small by us: left alone" in said
+    assert said.endswith(f"--case-from {here}")
+    taken.unlink()
+    records = Records()
+    said = _judged(squared, here, records)
+    assert said.startswith("The square of the routing weights")
+    assert said.endswith(f"--case-from {taken}")
+    assert [r["repro"].endswith(taken.name) for r in records if r["verdict"] == "fail"] == [True]
+    small = read(taken)
+    assert (small.case.m, small.case.k, small.case.h, small.case.i) == (1, 1, 128, 128)
+    assert small.given["w13"].shape == (1, 256, 128)
+    assert f"row {small.origin['rows'][0]} of 12" in small.rows_said
+    before = taken.read_bytes()
+    again = _judged(squared, taken)  # what is small is judged, and not made small again
+    assert again.startswith("The square of the routing weights")
+    assert taken.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir() if "small-small" in entry.name] == []
+
+
+def test_a_kernel_that_raises_is_told_with_the_capture(dump: Path):
+    def raises(call: Call) -> Tensor:
+        raise ValueError("no such layout")
+
+    records = Records()
+    said = _judged(raises, dump, records)
+    assert "ValueError: no such layout" in said
+    assert records[0]["cause_kind"] == CauseKind.CALL
+    (dump.parent / "dump-small.safetensors").unlink()
+
+
+def test_a_kernel_is_identified_on_captured_tensors(dump: Path, capsys):
+    assert main(["identify", "ours_act_quant", "--case-from", str(dump), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("act_quant of ours_act_quant, dump.safetensors, fp32-m4-h256")
+    assert "ours" in said.splitlines()[1]
+    assert main(["identify", str(dump), "--case-from", str(dump)]) == 2
+
+
+def test_a_capture_says_what_it_is(dump: Path):
+    """In words of ours that any reader of the format sees, and in json."""
+    from safetensors import safe_open
+
+    with safe_open(dump, framework="pt") as file:
+        metadata = file.metadata()
+    assert (metadata["capture"], metadata["stage"], metadata["case"]) == ("1", "layer", "fp32-c7")
+    origin = json.loads(metadata["origin"])
+    assert origin.keys() == {"call", "module", "sizes", "rows", "experts", "whole", "seed"}
+    assert hook.capture is capture
