@@ -19,6 +19,9 @@ from moe_parity.kernels import Kernel
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Skip, Why
 
+SECONDS_EACH = 0.03
+"""Seconds of the virtual GPU for a program and a block of K, in all calls of a contract."""
+
 
 def expect_captured(
     kernel: Kernel, captured: Captured, device: str, recorder: Recorder, *, alone: bool = True
@@ -37,8 +40,18 @@ def expect_captured(
     except Declined as error:
         skip_test(Skip(error.why, str(error)))
     reason = skip_of(kernel, case, device)
-    if reason is not None and reason.why is not Why.BUDGET:  # these very tensors are asked for
+    if reason is not None and reason.why is not Why.BUDGET:
         skip_test(reason)
+    # what is over the budget was asked for all the same, where it may take so long
+    needed, limit = SECONDS_EACH * kernel.cost(case), current().seconds
+    if reason is not None and limit and needed > limit:
+        skip_test(
+            Skip(
+                Why.BUDGET,
+                f"{kernel.name}: {case.id} may take the virtual GPU {needed:.0f} s, and the limit "
+                f"is {limit:g} s: pass --timeout {2 * needed:.0f}, or capture fewer rows.",
+            )
+        )
     own = line(kernel, captured.path)
     current().case(f"{kernel.name}-{case.id}", own)
     judged = _judged(kernel, case, device, inputs)

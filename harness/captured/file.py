@@ -94,9 +94,9 @@ def read(path: Path | str) -> Captured:
             f"expected one of {', '.join(AXES)}: write it with moe_parity.harness.capture "
             "(docs/captured.md)."
         )
-    words = parse_id(f"it-{metadata.get('case', 'fp32')}")[1]
     own = {key.removeprefix(dump.PREFIX): as_bytes(value) for key, value in tensors.items()}
     try:
+        words = parse_id(f"it-{metadata.get('case', 'fp32')}")[1]
         return made(path, stage_named(name), words, own, _origin(path, metadata))
     except ParityError as error:
         raise ParityError(f"{path}: {error}") from None

@@ -1,10 +1,12 @@
-"""Captured tensors: what a file holds, what is refused, which kernels it feeds, what is made small."""
+"""Captured tensors: what a file holds, what is refused, whom it feeds, what is made small."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from moe_parity.harness.captured import hook
 from moe_parity.harness.captured.expect import expect_captured
 from moe_parity.harness.captured.feed import INSIDE, case_from
 from moe_parity.harness.captured.file import read
-from moe_parity.harness.checks.flow import check
+from moe_parity.harness.captured.shrink import kept_small, left_with, made_small
+from moe_parity.harness.checks.flow import bits
+from moe_parity.harness.checks.verdict import Verdict
 from moe_parity.harness.cli import main
 from moe_parity.harness.diagnosis.cause import CauseKind
 from moe_parity.kernels import Call
@@ -29,6 +33,7 @@ from moe_parity.references.recipes.ours import OURS
 from moe_parity.references.stages import LAYER, STAGES
 from moe_parity.references.stages.layer import reference as layers
 from moe_parity.reports.results import read as read_results
+from moe_parity.suites.meta.outside import clean
 from moe_parity.suites.planted import following, kernel_of, right
 
 CASE = Case(m=12, e=8, k=2, h=256, i=256)
@@ -121,8 +126,13 @@ def test_experts_that_are_not_asked_for_are_nobodys(tmp_path: Path):
 def test_a_file_keeps_to_its_limit_or_says_what_a_row_needs(tmp_path: Path):
     path = tmp_path / "d.safetensors"
     for limit in (430_000, 700_000, 1_300_000):
-        capture.write(path, limit=limit, **TENSORS)
-        assert 0.6 * limit < path.stat().st_size <= limit
+        origin = capture.write(path, limit=limit, **TENSORS).origin
+        size, kept = path.stat().st_size, set(origin["experts"])
+        assert size <= limit
+        # no row that was left out would have fitted, but for a header
+        left = set(range(CASE.m)) - set(origin["rows"])
+        more = [len(set(TENSORS["ids"][row].tolist()) - kept) for row in left]
+        assert all(size + count * EXPERT + 4096 + 600 > limit for count in more)
     path.unlink()
     with pytest.raises(ParityError, match="H and I stay whole") as refused:
         capture.write(path, limit=100_000, **TENSORS)
@@ -134,6 +144,10 @@ def test_a_file_keeps_to_its_limit_or_says_what_a_row_needs(tmp_path: Path):
     assert capture.write(path, row_numbers=[9, 2], **TENSORS).origin["rows"] == [2, 9]
 
 
+EXPERT = (2 * 256 + 256) * 256
+"""Bytes of an expert's codes."""
+
+
 class Ops(TorchDispatchMode):
     """Notes which ops are called."""
 
@@ -142,6 +156,7 @@ class Ops(TorchDispatchMode):
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the op and call it."""
         self.names.add(func._schema.name)
         return func(*args, **(kwargs or {}))
 
@@ -217,12 +232,11 @@ def test_a_call_that_did_not_come_is_said(tmp_path: Path):
         capture(layer, tmp_path / "d.safetensors"),
     ):
         layer.run(1 / 0)
-    with (
-        pytest.raises(ParityError, match="w2 was written after the call"),
-        capture(layer, tmp_path / "d.safetensors"),
-    ):
-        layer.run()
-        layer.w2_weight.view(torch.uint8).fill_(0)
+    recording = capture(layer, tmp_path / "d.safetensors").attach()
+    layer.run()
+    layer.w2_weight.view(torch.uint8).fill_(0)
+    with pytest.raises(ParityError, match="w2 was written after the call"):
+        recording.close()
     with pytest.raises(ParityError, match="is no folder that can be written to"):
         capture(layer, tmp_path / "nowhere" / "d.safetensors").attach()
 
@@ -237,9 +251,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(ParityError, match="No space left"):
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        recording.close()
+        with pytest.raises(ParityError, match="No space left"):
+            recording.close()
     assert path.read_text() == "before"
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     recording.path = tmp_path / "other.safetensors"
@@ -252,7 +267,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def dumped(path: Path, metadata: dict[str, str], **changes: Tensor | None) -> Path:
     """Write a file by hand: the layer's tensors with changes, None to leave one out."""
-    made = {name: t.contiguous() for name, t in (TENSORS | changes).items() if t is not None}
+    held = (TENSORS | changes).items()
+    made = {name: tensor.contiguous().clone() for name, tensor in held if tensor is not None}
     save_file(made, path, metadata={"stage": "layer", **metadata})
     return path
 
@@ -270,7 +286,7 @@ UE8M0 = {
 BAD: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"capture": "2"}, {}, "has capture schema '2', this version reads up to 1"),
     ({"capture": "one"}, {}, "has capture schema 'one'"),
-    ({"stage": "fc3"}, {}, "their metadata say stage 'fc3', expected one of layer"),
+    ({"stage": "fc3"}, {}, "its metadata say stage 'fc3', expected one of layer"),
     ({"case": "fp31"}, {}, "names no kernel and scale format"),
     ({"case": "fp32-g64"}, {}, "layer does not read the word group"),
     ({"origin": "[3]"}, {}, "origin is no JSON object"),
@@ -368,9 +384,11 @@ def test_every_stage_is_fed(name: str, dump: Path):
         assert torch.equal(tensor, trace[theirs].reshape(tensor.shape)), theirs
     assert whole.clamp == 7.0
     assert getattr(inputs, "limit", 7.0) == 7.0
-    verdicts = list(check(kernel_of(name, right), case, "cpu", inputs=inputs))
-    assert not [verdict.message for verdict in verdicts if verdict.failed]
-    assert sum(verdict.compared for verdict in verdicts if verdict.check.startswith("exact")) > 8
+    verdict = bits(kernel_of(name, right), case, "cpu", inputs)
+    assert not verdict.message
+    assert verdict.compared > 8
+    if name not in ("align", "act_quant", "combine"):
+        return  # to find out why a kernel is wrong costs seconds
 
     def wrong(call: Call) -> dict[str, Tensor]:
         made = following()(call)
@@ -378,8 +396,7 @@ def test_every_stage_is_fed(name: str, dump: Path):
             tensor.view(-1)[-1:].view(torch.uint8)[-1:] ^= 1
         return made
 
-    red = [v for v in check(kernel_of(name, wrong), case, "cpu", inputs=inputs) if v.failed]
-    assert red[0].check.startswith("exact")
+    assert bits(kernel_of(name, wrong), case, "cpu", inputs).failed
 
 
 def test_what_the_model_gave_is_handed_on(tmp_path: Path):
@@ -451,10 +468,6 @@ def test_a_failure_is_made_small_and_written_beside(faulty, tmp_path, monkeypatc
     file, dumped_at, row, block = faulty
     monkeypatch.chdir(tmp_path)
     command = ["check", "--kernel", str(file), "--case-from", dumped_at.name, "--device", "cpu"]
-    import subprocess
-    import sys
-
-    from moe_parity.suites.meta.outside import clean
 
     done = subprocess.run(
         [sys.executable, "-m", "moe_parity.harness", *command, "-n", "0", "--out", "out"],
@@ -496,30 +509,40 @@ def squared(call: Call) -> Tensor:
     return call.new("out").copy_(call.stage.reference(call.case, inputs, OURS)["out"])
 
 
-def test_a_layer_is_made_small_for_the_same_cause(dump: Path, tmp_path: Path):
-    """Rows, choices, experts and blocks go; the file before ours is left alone."""
-    here = tmp_path / "dump.safetensors"
-    here.write_bytes(dump.read_bytes())
-    taken = tmp_path / "dump-small.safetensors"
-    taken.write_text("somebody's")
-    said = _judged(squared, here)
-    assert "was not made small by us: left alone" in said
-    assert said.endswith(f"--case-from {here}")
-    taken.unlink()
+def test_a_layer_is_made_small_for_the_same_cause(tmp_path: Path):
+    """Rows, choices, experts and blocks go."""
+    path = tmp_path / "dump.safetensors"
+    small_case = dataclasses.replace(CASE, m=3, e=3, i=128)
+    capture.write(path, **tensors_of(small_case))
     records = Records()
-    said = _judged(squared, here, records)
+    said = _judged(squared, path, records)
+    small = read(tmp_path / "dump-small.safetensors")
     assert said.startswith("The square of the routing weights")
-    assert said.endswith(f"--case-from {taken}")
-    assert [r["repro"].endswith(taken.name) for r in records if r["verdict"] == "fail"] == [True]
-    small = read(taken)
+    assert said.endswith(f"--case-from {small.path}")
+    red = [r for r in records if r["verdict"] == "fail"]
+    assert [r["repro"].endswith("dump-small.safetensors") for r in red] == [True]
     assert (small.case.m, small.case.k, small.case.h, small.case.i) == (1, 1, 128, 128)
     assert small.given["w13"].shape == (1, 256, 128)
-    assert f"row {small.origin['rows'][0]} of 12" in small.rows_said
-    before = taken.read_bytes()
-    again = _judged(squared, taken)  # what is small is judged, and not made small again
-    assert again.startswith("The square of the routing weights")
-    assert taken.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir() if "small-small" in entry.name] == []
+    assert small.rows_said.endswith(f"is row {small.origin['rows'][0]} of 3 captured ones.")
+    # what is small is judged, and not made small again
+    assert made_small(small, Verdict(check="exact", verdict="fail"), None, "cpu") is small
+
+
+def test_only_a_file_that_was_made_small_is_replaced(dump: Path, tmp_path: Path):
+    kernel, path = kernel_of("layer", right), tmp_path / "dump.safetensors"
+    path.write_bytes(dump.read_bytes())
+    captured = read(path)
+    smaller = left_with(captured, "rows", [2])
+    beside = tmp_path / "dump-small.safetensors"
+    beside.write_text("somebody's")
+    with pytest.raises(ParityError, match="was not made small by us: left alone"):
+        kept_small(smaller, captured, kernel, True)
+    assert beside.read_text() == "somebody's"
+    beside.unlink()
+    for rows in ([2], [1]):
+        assert kept_small(left_with(captured, "rows", rows), captured, kernel, True) == beside
+        assert read(beside).origin["rows"] == [captured.origin["rows"][rows[0]]]
+    assert torch.equal(read(path).given["x"], captured.given["x"])
 
 
 def test_a_kernel_that_raises_is_told_with_the_capture(dump: Path):
@@ -534,9 +557,9 @@ def test_a_kernel_that_raises_is_told_with_the_capture(dump: Path):
 
 
 def test_a_kernel_is_identified_on_captured_tensors(dump: Path, capsys):
-    assert main(["identify", "ours_act_quant", "--case-from", str(dump), "--device", "cpu"]) == 0
+    assert main(["identify", "ours_combine", "--case-from", str(dump), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("act_quant of ours_act_quant, dump.safetensors, fp32-m4-h256")
+    assert said.startswith("combine of ours_combine, dump.safetensors, fp32-m4-")
     assert "ours" in said.splitlines()[1]
     assert main(["identify", str(dump), "--case-from", str(dump)]) == 2
 
