@@ -87,7 +87,7 @@ def read(path: Path | str) -> Captured:
             f"`parity witness verify {path}` replays it."
         )
     dump.known_schema(path, metadata)
-    name = metadata.get("stage")
+    name = metadata.get("stage", "none")
     if name not in AXES:
         raise ParityError(
             f"{path} holds {', '.join(tensors) or 'nothing'} and its metadata say stage {name!r}, "
@@ -124,6 +124,11 @@ def made(
     given = {name: t for name, t in known.items() if not is_output(stage.name, name)}
     sizes = sizes_of(stage.name, known)
     ids = given.get("ids")
+    if ids is not None and words.ep_size > 1 and "e" not in sizes:
+        raise ParityError(
+            f"{stage} alone does not say how many experts a rank has: leave the rank out of "
+            f"{words_of(words)}, and let ids of other ranks be -1."
+        )
     if ids is not None and "routing" in stage.reads and bool((ids == -1).any()):
         words = dataclasses.replace(words, routing=Routing.HOLES)
     case, inputs = stage.given(stage.check(words), given)

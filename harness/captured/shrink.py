@@ -26,6 +26,7 @@ from moe_parity.kernels import Kernel
 from moe_parity.kernels.registry import builtin
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.errors import ParityError
+from moe_parity.references.language import Routing
 
 BUDGET = 80
 """Captures that one failure may cost."""
@@ -168,8 +169,9 @@ def left_with(captured: Captured, name: str, places: list[int]) -> Captured:
     if name in ("h", "i"):
         known = origin.get(f"{name}_blocks")
         origin[f"{name}_blocks"] = [known[n] for n in places] if known else places
-    plain = dataclasses.replace(captured.case, **dict.fromkeys(("m", "e", "k"), 1), h=128, i=128)
-    plain = dataclasses.replace(plain, routing=type(plain.routing).UNIFORM)
+    # what tensors say is said anew
+    e = 1 if captured.case.ep_size == 1 else captured.case.e
+    plain = dataclasses.replace(captured.case, routing=Routing.UNIFORM, e=e)
     return made(captured.path, captured.stage, plain, tensors, origin)
 
 

@@ -176,8 +176,8 @@ class _Grouped(Stage[GroupedRows]):
         experts, n, k = w.shape
         rows = ids.shape[0] if self.shared else ids.numel()
         h, i = (k, n // 2) if self.shared else (n, k)
-        sizes = {"m": ids.shape[0], "e": experts * case.ep_size, "k": ids.shape[1], "h": h, "i": i}
-        case = dataclasses.replace(case, **sizes)
+        e = experts * case.ep_size
+        case = dataclasses.replace(case, m=ids.shape[0], e=e, k=ids.shape[1], h=h, i=i)
         blocks = -(-k // BLOCK)
         fp32 = (torch.float32,)
         given = GroupedRows(

@@ -82,8 +82,8 @@ class Layer(Stage[LayerInputs]):
         count, h, i = w2.shape
         w13 = own.take("w13", 3, CODES, (count, 2 * i, h))
         tiles = -(-h // BLOCK), -(-i // BLOCK)
-        sizes = {"m": x.shape[0], "e": count * case.ep_size, "k": ids.shape[1], "h": h, "i": i}
-        case = dataclasses.replace(case, **sizes)
+        e = count * case.ep_size
+        case = dataclasses.replace(case, m=x.shape[0], e=e, k=ids.shape[1], h=h, i=i)
         batch = Routed(
             x=x, ids=ids,
             weights=own.take("weights", 2, fp32, tuple(ids.shape)) if "weights" in own else None,
