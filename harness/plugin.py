@@ -16,6 +16,7 @@ which beats the ini setting:
 | --parity-shapes       |                   | parity_shapes      | all     |
 | --parity-shard        |                   | parity_shard       | all     |
 | --parity-last-failed  |                   | parity_last_failed | off     |
+| --parity-case-from    |                   | parity_case_from   | none    |
 | --hypothesis-profile  | MOE_PARITY_PROFILE|                    | dev; ci under CI |
 
 Fixtures, all of them for the session: `parity_recorder`, `parity_device`, `parity_seed`,
@@ -70,6 +71,8 @@ class Options:
     shard: Shard | None = None
     failed: frozenset[str] | None = None
     """The node ids of tests that failed before, where only those are asked for."""
+    case_from: Path | None = None
+    """The captured tensors that suites/captured.py is about, absolute."""
 
 
 OPTIONS = pytest.StashKey[Options]()
@@ -128,6 +131,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("shard", "string", "one of N parts of all tests", metavar="I/N", default=None)
     add(
+        "case-from", "string", "captured tensors (suites/captured.py)", metavar="FILE", default=None
+    )
+    add(
         "last-failed",
         "bool",
         "what failed in the run whose results are in --parity-out, all where nothing did",
@@ -167,6 +173,9 @@ def _resolve(config: pytest.Config) -> Options:
         shapes=Shapes.parse(value("shapes")),
         shard=Shard.parse(value("shard")),
         failed=failed_before(folder) if last and folder else None,
+        case_from=(config.invocation_params.dir / of).resolve()
+        if (of := value("case_from"))
+        else None,
     )
 
 
@@ -260,6 +269,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 ("--shapes", options.shapes and options.shapes.text),
                 (f"--{SHARD}", options.shard),
                 ("--lf", "what failed before" if options.failed else ""),
+                ("--case-from", options.case_from and options.case_from.name),
             )
             if value
         },

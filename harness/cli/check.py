@@ -34,6 +34,8 @@ from moe_parity.reports.parts import FOLDER, prepare
 from moe_parity.reports.records import Judgement, count, judge
 from moe_parity.reports.results import FILE_NAME, read
 
+CAPTURED = "captured.py"
+"""The suite of ``--case-from``, which is collected only by its name."""
 NOT_CHECKS = ("meta", "perf")
 """Folders of the suites that test the harness or its speed, not a kernel."""
 
@@ -60,6 +62,8 @@ class Request:
     shard: str | None = None
     last_failed: bool = False
     durations: int = 0
+    case_from: Path | None = None
+    """Captured tensors, on which alone kernels are checked."""
 
 
 def suites() -> Path:
@@ -77,7 +81,7 @@ def suites() -> Path:
 def arguments(request: Request, folder: Path) -> list[str]:
     """Return the arguments of pytest for a request."""
     args = [
-        str(folder),
+        str(folder if request.case_from is None else folder / CAPTURED),
         # our configuration, wherever we are installed: no ini file that happens to lie above
         f"--config-file={os.devnull}",
         f"--rootdir={folder.parent}",
@@ -106,6 +110,7 @@ def arguments(request: Request, folder: Path) -> list[str]:
     args += [] if request.shapes is None else [f"--parity-shapes={request.shapes}"]
     args += [] if request.shard is None else [f"--parity-shard={request.shard}"]
     args += ["--parity-last-failed"] if request.last_failed else []
+    args += [] if request.case_from is None else [f"--parity-case-from={request.case_from}"]
     args += ["-n", str(request.workers), "--dist=worksteal"] if request.workers else []
     return args
 
@@ -271,6 +276,10 @@ def run(request: Request) -> int:
         _check_expression(option, text)
     Shard.parse(request.shard)
     Shapes.parse(request.shapes)
+    if request.case_from is not None:
+        from moe_parity.harness.captured.file import read as read_captured
+
+        read_captured(request.case_from)
     prepare(request.out)
     console = Console(file=_own(sys.stdout), soft_wrap=True)
     before = _stamp(request.out / FILE_NAME)

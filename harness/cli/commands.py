@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_parity.harness.cli import map_options
+from moe_parity.harness.cli import case_from, map_options
 from moe_parity.harness.session import environment
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import Run
@@ -130,6 +130,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "of the catalogue, deepseek_v3_tp8; commas between alternatives",
     )
     add("--shard", metavar="I/N", help="one of N parts that together are all tests, 1/4 to 4/4")
+    case_from.add_to(parser)
     add("--lf", dest="last_failed", action="store_true", help="what failed in the last run of DIR")
     add("--durations", type=_number, default=0, metavar="N", help="also print the N slowest tests")
 
@@ -204,6 +205,7 @@ def _add_identify(parser: argparse.ArgumentParser) -> None:
     )
     add("--kernel", action="append", default=[], metavar="FILE.py", help="load a file first")
     add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    case_from.add_to(parser)
     add("--stage", metavar="STAGE", help="the stage of a file that does not say it")
     add("--case", metavar="WORDS", help="the words of its case, such as ue8m0-c7 (default: fp32)")
     add("--seed", type=int, default=0, metavar="N", help="the seed of its case")
@@ -243,6 +245,7 @@ def _check(args: argparse.Namespace) -> int:
             shard=args.shard,
             last_failed=args.last_failed,
             durations=args.durations,
+            case_from=args.case_from,
         )
     )
 
@@ -357,6 +360,7 @@ def _identify(args: argparse.Namespace) -> int:
             stage=args.stage,
             case=args.case,
             seed=args.seed,
+            case_from=args.case_from,
         )
     )
 

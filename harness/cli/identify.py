@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -46,6 +47,8 @@ class Request:
     case: str | None = None
     """Of a file that does not say it: the stage, and the words of the case."""
     seed: int = 0
+    case_from: Path | None = None
+    """Captured tensors that kernels are run on, instead of probes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +109,15 @@ def settings_of(request: Request) -> Iterator[Setting]:
     """Yield the settings of every target."""
     for target in request.targets:
         if target.endswith(".safetensors"):
+            if request.case_from is not None:
+                raise ParityError(f"--case-from runs kernels, and {target} is a file of outputs.")
             yield from _of_file(Path(target), request)
         else:
             for kernel in select([target]):
-                yield from of_kernel(kernel, request.device)
+                if request.case_from is None:
+                    yield from of_kernel(kernel, request.device)
+                else:
+                    yield from _captured(kernel, request.case_from, request.device)
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -140,6 +148,21 @@ def of_kernel(kernel: Kernel, device: str | None = None) -> Iterator[Setting]:
         raise ParityError(f"{kernel.name} ran on no probe: {why}")
 
 
+def _captured(kernel: Kernel, path: Path, device: str | None) -> Iterator[Setting]:
+    """Run a kernel on captured tensors; raises ParityError where it takes none, or raises."""
+    from moe_parity.harness.captured.feed import fed
+    from moe_parity.harness.captured.file import read
+
+    device = device or ("cuda" if environment.gpu() else "cpu")
+    captured = read(path)
+    case, inputs = fed(captured, kernel, device)
+    faults: list[str] = []
+    ran = _run(kernel, case, device, faults, inputs, fed(captured, kernel, device, "cpu")[1])
+    if ran is None:
+        raise ParityError(f"{kernel.name} did not run on {path}: {faults[0]}")
+    yield from _inside(kernel.name, f"{path.name}, {case.id}", [ran])
+
+
 def _formats(kernel: Kernel, device: str, faults: list[str]) -> Iterator[tuple[str, list[Case]]]:
     """Yield the cases that a kernel takes, by what its recipe may depend on.
 
@@ -161,10 +184,16 @@ def _formats(kernel: Kernel, device: str, faults: list[str]) -> Iterator[tuple[s
             return
 
 
-def _run(kernel: Kernel, case: Case, device: str, faults: list[str]) -> Seen | None:
-    """Run a kernel on a probe; one that it fails on is said, and left out."""
+def _run(
+    kernel: Kernel, case: Case, device: str, faults: list[str], inputs: Any = None, own: Any = None
+) -> Seen | None:
+    """Run a kernel on a probe; one that it fails on is said, and left out.
+
+    ``inputs`` replace the probe's, and ``own`` are the same on a CPU.
+    """
     try:
-        outputs = call(kernel, case, kernel.stage.inputs(case, device)).outputs
+        given = kernel.stage.inputs(case, device) if inputs is None else inputs
+        outputs = call(kernel, case, given).outputs
     except BROKEN as error:
         own = isinstance(error, BadOutput)
         text = str(error) if own else f"{type(error).__name__}: {first_line(error)}"
@@ -173,7 +202,8 @@ def _run(kernel: Kernel, case: Case, device: str, faults: list[str]) -> Seen | N
         return None
     # recipes are tried on a CPU, where many small steps take less than on a GPU
     got = {name: tensor.cpu() for name, tensor in outputs.items()}
-    return Seen(Probe(stage=kernel.stage, case=case, inputs=kernel.stage.inputs(case)), got)
+    own = kernel.stage.inputs(case) if own is None else own
+    return Seen(Probe(stage=kernel.stage, case=case, inputs=own), got)
 
 
 def _inside(who: str, words: str, found: Sequence[Seen]) -> Iterator[Setting]:

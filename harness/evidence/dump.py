@@ -23,6 +23,8 @@ from moe_parity.references.language import Case, Stage, parse_id
 from moe_parity.references.language.stage import Kind, Output
 from moe_parity.references.stages import stage_named
 
+CAPTURE_SCHEMA = 1
+"""The version of the files that ``moe_parity.harness.captured`` writes."""
 PREFIX = "inputs."
 """Before the name of an input that an output has too: ``inputs.rows`` of SwiGLU."""
 
@@ -48,11 +50,22 @@ def read_dump(
     metadata, tensors = witness.opened(path)
     if metadata.get("schema") == witness.SCHEMA and "outputs_sha256" in metadata:
         return _of_witness(path)
+    known_schema(path, metadata)
     named = stage or metadata.get("stage")
     if named is None:
         raise ParityError(f"{path} does not say its stage: add --stage, such as --stage act_quant.")
     words = case or metadata.get("case", "fp32")
     return _own(path, stage_named(named), parse_id(f"it-{words}", seed)[1], tensors)
+
+
+def known_schema(path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuse a capture of a later schema than this version knows, with a ParityError."""
+    schema = metadata.get("capture", str(CAPTURE_SCHEMA))
+    if not schema.isdecimal() or not 1 <= int(schema) <= CAPTURE_SCHEMA:
+        raise ParityError(
+            f"{path} has capture schema {schema!r}, this version reads up to {CAPTURE_SCHEMA}: "
+            "use the moe-parity that wrote it, or a later one."
+        )
 
 
 def _of_witness(path: Path) -> Dump:
@@ -89,13 +102,39 @@ def _own(path: Path, stage: Stage[Any], case: Case, tensors: Mapping[str, Tensor
         raise ParityError(
             f"{path} holds {have}, and no output of {stage}, which are {', '.join(outputs)}."
         )
+    made = returned_of(path, stage, case, inputs, returned)
+    return Dump(stage=stage, case=case, inputs=inputs, outputs=made)
 
+
+def returned_of(
+    path: Path,
+    stage: Stage[Any],
+    case: Case,
+    inputs: Any,
+    returned: Mapping[str, Tensor],
+    *,
+    partial: bool = False,
+) -> dict[str, Tensor]:
+    """Return a file's outputs in canonical form; raises ParityError for what does not fit.
+
+    ``partial`` takes any of them.
+    """
     call = Call(case=case, stage=stage, inputs=inputs, allocate=_NoMemory())
     try:
-        made = canonical(str(path), call, returned)
+        if partial:
+            whole = {name: _blank(out) for name, out in call.outputs.items()} | dict(returned)
+            made = canonical(str(path), call, whole)
+            return {name: tensor for name, tensor in made.items() if name in returned}
+        return canonical(str(path), call, returned)
     except BadOutput as error:
         raise ParityError(str(error).replace(" returned ", " holds ")) from None
-    return Dump(stage=stage, case=case, inputs=inputs, outputs=made)
+
+
+def _blank(output: Output) -> Tensor:
+    """Return zeros as an output lies in memory."""
+    if output.strides is None:
+        return torch.zeros(output.shape, dtype=output.dtype)
+    return torch.empty_strided(output.shape, output.strides, dtype=output.dtype).zero_()
 
 
 class _NoMemory:

@@ -87,6 +87,7 @@ class Align(Stage[RoutedRows]):
             codes = own.take("codes", 2, CODES, (tokens,))
             scales = own.take("scales", 2, fp32, (tokens, -(-codes.shape[1] // BLOCK)))
         e = max(case.e, int(ids.max()) + 1 if ids.numel() else 1)
+        e = -(-e // case.ep_size) * case.ep_size
         case = dataclasses.replace(case, m=tokens, k=ids.shape[1], e=e, h=codes.shape[1])
         made = routed_rows(dataclasses.replace(case, m=0), str(ids.device))
         expert = local_expert(ids, case.first_expert, case.local_experts)

@@ -225,6 +225,7 @@ class Combine(Stage[ExpertRows]):
             ids = own.take("ids", 2, IDS, pairs).int()
         weights = own.take("weights", 2, (torch.float32,), pairs) if "weights" in own else None
         e = max(case.e, int(ids.max()) + 1 if ids.numel() else 1)
+        e = -(-e // case.ep_size) * case.ep_size
         case = dataclasses.replace(case, m=pairs[0], k=pairs[1], e=e, h=rows.shape[2])
         return case, ExpertRows(
             rows=rows, weights=weights, ids=ids, expert_map=expert_map(case, str(rows.device)),

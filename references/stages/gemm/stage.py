@@ -175,6 +175,9 @@ class _Grouped(Stage[GroupedRows]):
         w = own.take("w", 3, CODES_OF)
         experts, n, k = w.shape
         rows = ids.shape[0] if self.shared else ids.numel()
+        h, i = (k, n // 2) if self.shared else (n, k)
+        e = experts * case.ep_size
+        case = dataclasses.replace(case, m=ids.shape[0], e=e, k=ids.shape[1], h=h, i=i)
         blocks = -(-k // BLOCK)
         fp32 = (torch.float32,)
         given = GroupedRows(
@@ -186,9 +189,7 @@ class _Grouped(Stage[GroupedRows]):
             first=case.first_expert,
             bias=own.take("bias", 2, fp32, (experts, n)) if "bias" in own else None,
         )  # fmt: skip
-        h, i = (k, n // 2) if self.shared else (n, k)
-        e = experts * case.ep_size
-        return dataclasses.replace(case, m=ids.shape[0], e=e, k=ids.shape[1], h=h, i=i), given
+        return case, given
 
     def cost(self, case: Case) -> int:
         """Count blocks of 16 rows by 64 columns, times blocks of K."""

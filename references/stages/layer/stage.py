@@ -77,8 +77,13 @@ class Layer(Stage[LayerInputs]):
         own, fp32 = Own(self.name, tensors), (torch.float32,)
         arrived = case.arrives is Arrival.QUANTIZED
         x = own.take("x", 2, CODES if arrived else (torch.bfloat16,))
-        ids = own.take("ids", 2, IDS).int()
-        w13, w2 = own.take("w13", 3, CODES), own.take("w2", 3, CODES)
+        ids = own.take("ids", 2, IDS, (x.shape[0], None)).int()
+        w2 = own.take("w2", 3, CODES, (None, x.shape[1]))
+        count, h, i = w2.shape
+        w13 = own.take("w13", 3, CODES, (count, 2 * i, h))
+        tiles = -(-h // BLOCK), -(-i // BLOCK)
+        e = count * case.ep_size
+        case = dataclasses.replace(case, m=x.shape[0], e=e, k=ids.shape[1], h=h, i=i)
         batch = Routed(
             x=x, ids=ids,
             weights=own.take("weights", 2, fp32, tuple(ids.shape)) if "weights" in own else None,
@@ -87,11 +92,11 @@ class Layer(Stage[LayerInputs]):
             scales = own.take("x_scale", 2, fp32, (x.shape[0], x.shape[1] // BLOCK))
             batch = Arrived(**vars(batch), x_scale=scales)
         experts = Experts(
-            w13=w13, w13_scale=own.take("w13_scale", 3, fp32), w2=w2,
-            w2_scale=own.take("w2_scale", 3, fp32), first=case.first_expert,
+            w13=w13,
+            w13_scale=own.take("w13_scale", 3, fp32, (count, -(-2 * i // BLOCK), tiles[0])),
+            w2=w2, w2_scale=own.take("w2_scale", 3, fp32, (count, *tiles)),
+            first=case.first_expert,
         )  # fmt: skip
-        e, (h, i) = w13.shape[0] * case.ep_size, w2.shape[1:]
-        case = dataclasses.replace(case, m=x.shape[0], e=e, k=ids.shape[1], h=h, i=i)
         return case, LayerInputs(batch=batch, experts=experts, asked=asked_of(case))
 
     def cost(self, case: Case) -> int:

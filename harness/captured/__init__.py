@@ -1,0 +1,1 @@
+"""Tensors captured from a running model: written, read, fed to kernels, made small."""
