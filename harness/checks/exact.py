@@ -15,6 +15,7 @@ from moe_parity.harness.checks.compare import Difference, where
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
+from moe_parity.harness.diagnosis.guessed import identified
 from moe_parity.harness.diagnosis.search import diagnose
 from moe_parity.harness.diagnosis.stored import stored_at
 from moe_parity.references.language import Recipe
@@ -55,11 +56,13 @@ def exact(
         cause = cause if stored is None else cause.among((stored,))
         text = (
             f"{judged.stage} of {judged.who} {cause.words}{because}. "
-            f"Against recipe {recipe.name}: {counts}."
+            f"Against recipe {recipe.name}{_whose(judged)}: {counts}."
         )
         return caused(dataclasses.replace(verdict, message=text), cause)
     if verdict.failed:
         why = diagnose(judged, recipes, recipe, want) if search else None
+        if judged.guess and (why is None or why.kind is CauseKind.PATTERN) and search:
+            why = identified(judged, recipe) or why
         text = _sentence(judged, recipe, found, why)
         verdict = dataclasses.replace(verdict, message=text)
         return verdict if why is None else caused(verdict, why)
@@ -94,9 +97,14 @@ def _sentence(judged: Judged, recipe: Recipe, found: list[Difference], why: Caus
     known = why is not None and not (own and why.kind is CauseKind.PATTERN)
     start = f"{opened(why.phrase)} in {about}" if why is not None and known else about
     seen = own or f"at {place}{of} got {first.got}, expected {first.want}"
-    by = "" if recipe.name == NO_ROUNDING else f" by recipe {recipe.name}"
+    whose = _whose(judged)
+    by = whose if recipe.name == NO_ROUNDING else f" by recipe {recipe.name}{whose}"
     colon = ": " if known or own else " differs: "
     return f"{start}{colon}{seen}{by}; {', '.join(d.words for d in found)}."
+
+
+def _whose(judged: Judged) -> str:
+    return f" (of {judged.guess})" if judged.guess else ""
 
 
 class Power(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from moe_parity.harness.checks.calls import Called, Player
 from moe_parity.harness.checks.culprit import Fresh, fresh_of, smallest
 from moe_parity.harness.checks.exact import NO_ROUNDING, exact
-from moe_parity.harness.checks.flow import first_line, raised
+from moe_parity.harness.checks.flow import first_line, guess, raised
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
@@ -111,8 +111,9 @@ def _alone(kernel: Kernel, bad: Called, device: str, counts: dict[str, Any]) -> 
     stage, got = kernel.stage, bad.ran.outputs
     seen = {list(got)[-1]: list(got.values())[-1]} if stage.partial else got
     judged = Judged(
-        who=kernel.name, stage=stage, case=bad.case, inputs=stage.inputs(bad.case, device), got=seen
-    )
+        who=kernel.name, stage=stage, case=bad.case, inputs=stage.inputs(bad.case, device),
+        got=seen, guess=guess(kernel),
+    )  # fmt: skip
     recipes = kernel.recipes(bad.case, device)
     verdict = exact(judged, recipes, check=Check.SEQUENCE, power=False)
     return dataclasses.replace(verdict, sequence=ids, compared=counts["compared"])

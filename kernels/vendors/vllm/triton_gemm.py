@@ -14,14 +14,28 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
+from moe_parity.kernels.vendors.signatures import Wanted
 from moe_parity.kernels.vendors.vllm import package
-from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
+from moe_parity.kernels.vendors.vllm.files import MOE, UTILS, functions, needs, used
 from moe_parity.kernels.vendors.vllm.stored import Config, Stored, read
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
 from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe, Interval
 from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
+
+WANTED = (
+    Wanted(MOE, "fused_moe_kernel"),
+    Wanted(
+        MOE, "invoke_fused_moe_triton_kernel",
+        ("A", "B", "C", "A_scale", "B_scale", "topk_weights", "sorted_token_ids", "expert_ids",
+         "num_tokens_post_padded", "mul_routed_weight", "top_k", "config"),
+        ("compute_type", "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16",
+         "per_channel_quant", "block_shape"),
+    ),
+    Wanted(MOE, "get_default_config", ("M", "E", "N", "K", "topk", "dtype", "block_shape")),
+    Wanted(UTILS, "enable_swap_ab", ("BLOCK_SIZE_M", "BLOCK_SIZE_N")),
+)  # fmt: skip
 
 
 def _supports_gemm(case: Case, device: str) -> str | None:
@@ -121,7 +135,7 @@ def _stored(case: Case, device: str) -> Mapping[str, Stored]:
 
 @register(
     "vllm_fused_moe_fc1", stage="fc1", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
+    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions, configs=_configs,
     stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: Call) -> Produced:
@@ -131,7 +145,7 @@ def vllm_fused_moe_fc1(call: Call) -> Produced:
 
 @register(
     "vllm_fused_moe_fc2", stage="fc2", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
+    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions, configs=_configs,
     stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: Call) -> Produced:
@@ -142,10 +156,7 @@ def vllm_fused_moe_fc2(call: Call) -> Produced:
 def _fused_moe(call: Call, *, weighted: bool) -> Produced:
     case = call.case
     inputs: GroupedRows = call.inputs
-    file = functions(
-        MOE, "write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel",
-        "get_default_config",
-    )  # fmt: skip
+    file = functions(MOE, "invoke_fused_moe_triton_kernel", "get_default_config")
     if weighted and inputs.weights is not None:
         # The launcher asserts their stride(1) alone, and the kernel reads them at the pair.
         demand_contiguous(inputs.weights, "vLLM's fused_moe_kernel reads weights by pair: it")
