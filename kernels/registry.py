@@ -245,8 +245,8 @@ def register(
     ``needs_gpu`` that only a GPU does; ``cost`` counts the programs of a case where they are not
     those that the stage expects, ``takes_quantized`` lets activations arrive as codes and scales
     (the word ``quantized`` of a case).  ``versions`` are those of its package by distribution,
-    ``files`` the files of the package that it is taken from: both are recorded.  Raises ParityError for an unknown recipe or stage and for
-    a name that is taken by another file.
+    ``files`` those of the package's files that it is taken from: both are recorded.  Raises
+    ParityError for an unknown recipe or stage and for a name that is taken by another file.
     """
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
         raise ParityError(f"kernel name {name!r}: use lower-case letters, digits and _.")

@@ -203,7 +203,7 @@ def digest(path: Path) -> str:
 
 
 def sources(kernel: Kernel) -> dict[str, str]:
-    """Return the digests of a kernel's own file and of its package's files that it is taken from."""
+    """Return the digests of a kernel's own file, and of its package's files that it is of."""
     taken = {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
              for name, path in kernel.files().items() if path.is_file()}  # fmt: skip
     return {kernel.source.name: digest(kernel.source), **taken}

@@ -54,20 +54,23 @@ def used(*wanted: Wanted) -> Callable[[], Mapping[str, Path]]:
     return files
 
 
-def functions(path: str, *names: str) -> Any:
-    """Return functions of one of the package's files, as on an H200."""
-    return _functions(package.package().file(path), path, names)
+def functions(path: str, *names: str, batch_invariant: bool = False) -> Any:
+    """Return functions of one of the package's files, as on an H200.
+
+    ``batch_invariant`` is what they read of ``VLLM_BATCH_INVARIANT``.
+    """
+    return _functions(package.package().file(path), path, names, batch_invariant)
 
 
 @lru_cache(maxsize=16)
-def _functions(file: Path, path: str, names: tuple[str, ...]) -> Any:
+def _functions(file: Path, path: str, names: tuple[str, ...], batch_invariant: bool) -> Any:
     made = importlib.import_module("moe_parity.kernels.vendors.source")
-    given: dict[str, Any] = {"current_platform": made.PLATFORM}
+    envs = SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant)
+    given: dict[str, Any] = {"current_platform": made.PLATFORM, "envs": envs}
     if path == MOE:
         given |= {
             "enable_swap_ab": functions(UTILS, "enable_swap_ab").enable_swap_ab,
             "warn_if_moe_use_td_ineffective": lambda *_, **__: None,
             "resolve_moe_use_td": lambda: False,
-            "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
         }
     return made.File(file, names, given)

@@ -118,7 +118,8 @@ def _supports_masked(case: Case, device: str) -> str | None:
 
 @register(
     "vllm_persistent_masked_silu_mul_quant", stage="swiglu_quant", recipes="vllm_batched",
-    supports=_supports_masked, unavailable=package.op("_C", "persistent_masked_m_silu_mul_quant", 5),
+    supports=_supports_masked,
+    unavailable=package.op("_C", "persistent_masked_m_silu_mul_quant", 5),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:

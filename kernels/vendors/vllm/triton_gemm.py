@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import itertools
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +15,8 @@ from moe_parity.kernels.vendors.signatures import Wanted
 from moe_parity.kernels.vendors.vllm import package
 from moe_parity.kernels.vendors.vllm.files import MOE, UTILS, functions, needs, used
 from moe_parity.kernels.vendors.vllm.stored import Config, Stored, read
+from moe_parity.kernels.vendors.vllm.tiles import recipe_of
 from moe_parity.references.language import Case, Recipe
-from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
-from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe, Interval
 from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
 
@@ -63,44 +59,6 @@ def _configs(case: Case, device: str) -> dict[str, Config]:
     return {"default": {}, **TUNED}
 
 
-def _halved(recipe: Recipe) -> Recipe:
-    """Return a recipe whose tiles take 64 of K: the scales meet twice as many sums."""
-    gemm = dataclasses.replace(recipe.of("gemm", GemmRecipe), interval=Interval.K64)
-    return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_k64")
-
-
-def _on_mma(recipe: Recipe) -> Recipe:
-    """Return a recipe of tiles whose dots are too small for WGMMA."""
-    gemm = dataclasses.replace(recipe.of("gemm", GemmRecipe), unit=DotUnit.MMA_F16)
-    return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_mma")
-
-
-def recipe_of(tile: Config) -> Recipe:
-    """Return the recipe of a tile by its BLOCK_SIZE_M, _N and _K (128 where it is not said).
-
-    Swap-AB, with the other scale order, is for tiles of less than 64 tokens and 64 columns or more
-    (``enable_swap_ab``).  Triton has WGMMA where the first operand of the dot has 64 rows or more
-    and the second 16 columns, since 3.8 also 8 columns; else the dot is ``mma.sync`` on FP16.
-    """
-    tokens, columns = tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"]
-    swapped = tokens < 64 <= columns
-    first, second = (columns, tokens) if swapped else (tokens, columns)
-    recipe = VLLM_TRITON_SWAP if swapped else VLLM_TRITON
-    if first < 64 or second < _narrowest():
-        recipe = _on_mma(recipe)
-    # the launcher takes no more than a block of the scales
-    return _halved(recipe) if tile.get("BLOCK_SIZE_K") == 64 else recipe
-
-
-def _narrowest() -> int:
-    """Return the columns from which on the installed Triton has WGMMA for a dot of FP8."""
-    try:
-        found = [int(n) for n in version("triton").split(".")[:2]]
-    except (PackageNotFoundError, ValueError):
-        return 16
-    return 8 if found >= [3, 8] else 16
-
-
 def _gemm_recipes(case: Case, device: str, config: Config | Stored) -> tuple[Recipe, ...]:
     """Return what the tile of a call decides.
 
@@ -118,25 +76,22 @@ def _changes(config: Config | Stored, m: int) -> Config:
     return config.of(m) if isinstance(config, Stored) else config
 
 
-def stored_spans(file: Stored, most: int = 8192) -> Iterator[tuple[int, int, str, str]]:
-    """Yield (M from, to, scale order, unit) of a stored file, where one of the two changes."""
-    parts = [recipe_of(file.of(m)).of("gemm", GemmRecipe) for m in range(1, most + 1)]
-    chosen = [(part.scale_order.value, part.unit.value) for part in parts]
-    at = 1
-    for kind, same in itertools.groupby(chosen):
-        count = len(list(same))
-        yield (at, at + count - 1, *kind)
-        at += count
+def _stored(case: Case, device: str) -> Mapping[str, Config | Stored]:
+    pinned = {} if package.no_source() else {"batch_invariant": batch_invariant()}
+    return pinned | read()
 
 
-def _stored(case: Case, device: str) -> Mapping[str, Stored]:
-    return read()
+def batch_invariant() -> Config:
+    """Return the configuration that vLLM takes under VLLM_BATCH_INVARIANT, whatever the sizes."""
+    file = functions(MOE, "get_default_config", batch_invariant=True)
+    pinned: Config = file.get_default_config(1, 8, 128, 128, 2, "fp8_w8a8", [128, 128])
+    return pinned
 
 
 @register(
     "vllm_fused_moe_fc1", stage="fc1", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions, configs=_configs,
-    stored=_stored,
+    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions,
+    configs=_configs, stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, first GEMM."""
@@ -145,8 +100,8 @@ def vllm_fused_moe_fc1(call: Call) -> Produced:
 
 @register(
     "vllm_fused_moe_fc2", stage="fc2", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions, configs=_configs,
-    stored=_stored,
+    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions,
+    configs=_configs, stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""

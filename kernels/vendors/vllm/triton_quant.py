@@ -39,8 +39,8 @@ _QUANT = (
 
 @register(
     "vllm_triton_per_token_group", stage="act_quant", recipes="vllm_triton_quant",
-    supports=_supports_quant, unavailable=needs(*_QUANT), files=used(*_QUANT), triton=True, versions=package.versions,
-    cost=lambda case: 2 * case.m * (case.h // case.group),
+    supports=_supports_quant, unavailable=needs(*_QUANT), files=used(*_QUANT), triton=True,
+    versions=package.versions, cost=lambda case: 2 * case.m * (case.h // case.group),
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
@@ -178,7 +178,8 @@ def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
         name, stage="swiglu_quant",
         recipes="vllm_deepgemm_packed" if packed else "vllm_deepgemm",
         supports=supports if ends else _dense_only(supports),
-        unavailable=needs(wanted), files=used(wanted), triton=True, versions=package.versions, cost=_padded if ends else _rows if packed else None,
+        unavailable=needs(wanted), files=used(wanted), triton=True,
+        versions=package.versions, cost=_padded if ends else _rows if packed else None,
         note=f"vLLM {'silu_mul_quant_fp8_packed' if packed else 'silu_mul_per_token_group_quant_fp8_colmajor'}{words}.",  # noqa: E501
     )  # fmt: skip
     def activation(call: Call) -> Callable[[], Produced]:

@@ -122,7 +122,8 @@ def _register_scatter(name: str, *, psum: bool) -> None:
 
     @register(
         name, stage="permute", recipes="no_rounding", supports=_supports_scatter,
-        unavailable=needs(wanted), files=used(wanted), triton=True, versions=package.versions, cost=_experts_too,
+        unavailable=needs(wanted), files=used(wanted), triton=True,
+        versions=package.versions, cost=_experts_too,
         note=f"vLLM ep_scatter, {'prefix sums' if psum else 'm_indices'}.",
     )  # fmt: skip
     def scatter(call: Call) -> Callable[[], Produced]:
