@@ -36,7 +36,7 @@ def linear_recipe_of(tile: Config) -> Recipe:
 
 def _of(recipe: Recipe, first: int, second: int, tile: Config) -> Recipe:
     """Return a recipe with the unit for so many rows and columns of a dot, and a tile's K."""
-    if first < 64 or second < _narrowest():
+    if first < 64 or second < narrowest():
         recipe = _changed(recipe, "mma", unit=DotUnit.MMA_F16)
     # the launcher takes no more than a block of the scales
     depth = tile.get("BLOCK_SIZE_K", 128)
@@ -50,7 +50,7 @@ def _changed(recipe: Recipe, word: str, **decisions: DotUnit | Interval) -> Reci
     return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_{word}")
 
 
-def _narrowest() -> int:
+def narrowest() -> int:
     """Return the columns from which on the installed Triton has WGMMA for a dot of FP8."""
     try:
         found = [int(n) for n in version("triton").split(".")[:2]]
