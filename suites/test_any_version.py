@@ -110,7 +110,7 @@ def written(folder: Path, path: str, *changes: tuple[str, str], inside: bool = F
 
 @pytest.fixture
 def base() -> Path:
-    """The folder that holds the vLLM at hand."""
+    """Return the folder that holds the vLLM at hand."""
     return located().roots[0].parent
 
 
@@ -307,7 +307,7 @@ def test_a_launcher_that_needs_another_file_accuses_nobody(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     over = written(
-        tmp_path / "mine", files.FP8, ("M, N = input.shape", "M, N = checked(input).shape")
+        tmp_path / "mine", files.FP8, ("M, N = input.size()", "M, N = checked(input).size()")
     )
     vllm(monkeypatch, base, over)
     case = Case(m=128, e=2, i=128)

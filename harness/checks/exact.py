@@ -15,7 +15,6 @@ from moe_parity.harness.checks.compare import Difference, where
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
-from moe_parity.harness.diagnosis.guessed import identified
 from moe_parity.harness.diagnosis.search import diagnose
 from moe_parity.harness.diagnosis.stored import stored_at
 from moe_parity.references.language import Recipe
@@ -61,8 +60,6 @@ def exact(
         return caused(dataclasses.replace(verdict, message=text), cause)
     if verdict.failed:
         why = diagnose(judged, recipes, recipe, want) if search else None
-        if judged.guess and (why is None or why.kind is CauseKind.PATTERN) and search:
-            why = identified(judged, recipe) or why
         text = _sentence(judged, recipe, found, why)
         verdict = dataclasses.replace(verdict, message=text)
         return verdict if why is None else caused(verdict, why)

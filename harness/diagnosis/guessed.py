@@ -21,8 +21,13 @@ def identified(judged: Judged, recipe: Recipe) -> Cause | None:
     stage = judged.stage
     if stage.partial:
         return None  # a layer has thousands of recipes: ``parity identify`` tries them
-    seen = Seen(Probe(stage=stage, case=judged.case, inputs=judged.inputs), judged.got)
-    changes = [recipe.changes(other, stage.acting) for other in explaining([seen])]
+    probe = Probe(stage=stage, case=judged.case, inputs=judged.inputs)
+    # decisions that the case does not ask for have an option, but nobody's
+    asked = {decision.name for _, _, decision in probe.fields}
+    changes = [
+        [change for change in recipe.changes(other, stage.acting) if bare(change[0]) in asked]
+        for other in explaining([Seen(probe, judged.got)])
+    ]
     fewest = min(filter(None, changes), key=len, default=None)
     if fewest is None:
         return None
@@ -30,3 +35,8 @@ def identified(judged: Judged, recipe: Recipe) -> Cause | None:
         kind=CauseKind.DECISION, name=" and ".join(f"{n}={b.value}" for n, _, b in fewest),
         words=" and ".join(f"{n}={b.value} instead of {a.value}" for n, a, b in fewest),
     )  # fmt: skip
+
+
+def bare(label: str) -> str:
+    """Return the decision of a label, without the part that it belongs to."""
+    return label.rpartition(": ")[2]

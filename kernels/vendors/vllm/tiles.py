@@ -62,7 +62,7 @@ def narrowest() -> int:
 def spans(
     file: Stored, rule: Callable[[Config], Recipe] = recipe_of, most: int = 8192
 ) -> Iterator[tuple[int, int, str, str, str]]:
-    """Yield (M from, to, scale order, unit, K at once) of a file, where one of the three changes."""
+    """Yield (M from, to, scale order, unit, K at once) of a file, a line for each kind."""
     parts = [rule(file.of(m)).of("gemm", GemmRecipe) for m in range(1, most + 1)]
     chosen = [(p.scale_order.value, p.unit.value, p.interval.value) for p in parts]
     at = 1
