@@ -93,9 +93,9 @@ class Kernel:
         return _picked(self.name, _together(self.configs, self.stored), case, device)
 
     @property
-    def guesses(self) -> tuple[str, ...]:
+    def guess(self) -> str:
         """Whose recipes are taken where its package's version is not known, for sentences."""
-        return tuple(filter(None, (guess(*one) for one in self.versions().items())))
+        return " and ".join(filter(None, (guess(*one) for one in self.versions().items())))
 
     def runs_on(self, device: str) -> str:
         """Return where a device type runs it: cpu, virtual_gpu or cuda."""

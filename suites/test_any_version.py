@@ -182,7 +182,7 @@ def test_a_checkout_says_its_version_by_git(tmp_path: Path, monkeypatch: pytest.
         return package.package().version
 
     assert version() == "unknown"
-    assert find(QUANT).guesses == ("vLLM 0.33.0, the nearest known to unknown",)
+    assert find(QUANT).guess == "vLLM 0.33.0, the nearest known to unknown"
     git("init")
     git("add", ".")
     git("commit", "-m", "a")
@@ -190,10 +190,10 @@ def test_a_checkout_says_its_version_by_git(tmp_path: Path, monkeypatch: pytest.
     assert package.package().nearest == "0.33.0"
     git("tag", "v0.26.0")
     assert version() == "v0.26.0"
-    assert find(QUANT).guesses == ()
+    assert find(QUANT).guess == ""
     (top / files.FP8).write_text((top / files.FP8).read_text() + "\n")
     assert version() == "v0.26.0-dirty"
-    assert find(QUANT).guesses == ("vLLM 0.26.0, the nearest known to v0.26.0-dirty",)
+    assert find(QUANT).guess == "vLLM 0.26.0, the nearest known to v0.26.0-dirty"
     (top / "vllm" / "_version.py").write_text("__version__ = version = '0.34.0'\n")
     assert version() == "v0.26.0-dirty"
     (top / ".git").rename(tmp_path / "away")

@@ -101,7 +101,7 @@ def bits(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> Verdict
     got = ran.outputs
     seen = {list(got)[-1]: list(got.values())[-1]} if kernel.stage.partial else got
     judged = Judged(
-        who=kernel.name, stage=kernel.stage, case=case, inputs=made, got=seen, guess=guess(kernel)
+        who=kernel.name, stage=kernel.stage, case=case, inputs=made, got=seen, guess=kernel.guess
     )
     return exact(judged, recipes, check=Check.EXACT, power=False)
 
@@ -168,11 +168,6 @@ def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.E
     return caused(verdict, Cause(kind=CauseKind.CALL, name=what, words=text))
 
 
-def guess(kernel: Kernel) -> str:
-    """Return whose recipes a kernel is held to where its version is not known, else nothing."""
-    return " and ".join(kernel.guesses)
-
-
 def overran(kernel: Kernel, case: Case, seconds: float, error: BaseException) -> Verdict:
     """Return the red verdict of a case that took too long, with the line where it was stopped."""
     verdict = found(
@@ -211,7 +206,7 @@ def _exact(
     for inner in stage.inner(case, inputs, ran.outputs):
         judged = Judged(
             who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs,
-            got=inner.got, settled=settled, guess=guess(kernel),
+            got=inner.got, settled=settled, guess=kernel.guess,
         )  # fmt: skip
         name = f"exact_{inner.stage}"
         verdict = exact(judged, recipes, check=name, power=power, cause=cause)
@@ -222,7 +217,7 @@ def _exact(
     alone = len(ran.outputs) == 1
     judged = Judged(
         who=kernel.name, stage=stage, case=case, inputs=inputs, got=got, settled=settled,
-        guess=guess(kernel),
+        guess=kernel.guess,
     )  # fmt: skip
     searched = not stage.partial or alone
     verdict = exact(

@@ -9,7 +9,7 @@ from typing import Any
 from moe_parity.harness.checks.calls import Called, Player
 from moe_parity.harness.checks.culprit import Fresh, fresh_of, smallest
 from moe_parity.harness.checks.exact import NO_ROUNDING, exact
-from moe_parity.harness.checks.flow import first_line, guess, raised
+from moe_parity.harness.checks.flow import first_line, raised
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
@@ -112,7 +112,7 @@ def _alone(kernel: Kernel, bad: Called, device: str, counts: dict[str, Any]) -> 
     seen = {list(got)[-1]: list(got.values())[-1]} if stage.partial else got
     judged = Judged(
         who=kernel.name, stage=stage, case=bad.case, inputs=stage.inputs(bad.case, device),
-        got=seen, guess=guess(kernel),
+        got=seen, guess=kernel.guess,
     )  # fmt: skip
     recipes = kernel.recipes(bad.case, device)
     verdict = exact(judged, recipes, check=Check.SEQUENCE, power=False)

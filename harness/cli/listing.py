@@ -20,7 +20,7 @@ def kernels_table() -> str:
         here = "no" if reason else "yes"
         row = (kernel.name, kernel.stage.name, names, here, str(reason or kernel.note))
         rows.append(row)
-    guesses = dict.fromkeys(guess for kernel in all_kernels() for guess in kernel.guesses)
+    guesses = dict.fromkeys(kernel.guess for kernel in all_kernels() if kernel.guess)
     return "\n".join([align(rows), *(f"recipes are those of {guess}." for guess in guesses)])
 
 

@@ -28,5 +28,5 @@ def packages(names: frozenset[str] | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for kernel in chosen:
         found |= {name: version for name, version in kernel.versions().items() if name != "torch"}
-    guesses = dict.fromkeys(words for kernel in chosen for words in kernel.guesses)
+    guesses = dict.fromkeys(kernel.guess for kernel in chosen if kernel.guess)
     return found | ({"recipes of": "; ".join(guesses)} if guesses else {})

@@ -132,16 +132,26 @@ class Elsewhere:
 
     def __init__(self, name: str, path: Path) -> None:
         """Stand for ``name`` in the functions of a file."""
-        object.__setattr__(self, "_said", (
+        self.said = (
             f"vLLM's {path.name} now uses {name}, which the adapter does not stand in for; "
             f"expected only what {path} defines itself."
-        ))  # fmt: skip
+        )
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CannotCall(self._said)
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a member."""
+        raise CannotCall(self.said)
 
-    __getattr__ = __call__ = __getitem__ = __bool__ = __eq__ = _refuse  # type: ignore[assignment]
-    __hash__ = object.__hash__
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse a call."""
+        raise CannotCall(self.said)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Refuse a launch."""
+        raise CannotCall(self.said)
+
+    def __bool__(self) -> bool:
+        """Refuse a condition."""
+        raise CannotCall(self.said)
 
 
 def _assigned(node: ast.stmt) -> list[str]:

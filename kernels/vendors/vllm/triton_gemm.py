@@ -77,8 +77,10 @@ def _changes(config: Config | Stored, m: int) -> Config:
 
 
 def _stored(case: Case, device: str) -> Mapping[str, Config | Stored]:
-    pinned = {} if package.no_source() else {"batch_invariant": batch_invariant()}
-    return pinned | read()
+    known: dict[str, Config | Stored] = {}
+    if WANTED[2].refusal(package.package().file(MOE)) == "":
+        known["batch_invariant"] = batch_invariant()
+    return {**known, **read()}
 
 
 def batch_invariant() -> Config:
