@@ -142,10 +142,7 @@ def first_line(error: BaseException) -> str:
 
 
 def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.EXACT) -> Verdict:
-    """Return the red verdict of a kernel that raised, with the kernel's own line.
-
-    One that finds that it cannot be called as it is has computed nothing, which is a skip.
-    """
+    """Return the red verdict of a kernel that raised; a skip where it finds it cannot be called."""
     if isinstance(error, CannotCall):
         return Verdict(check=name, verdict="skip", reason=first_line(error))
     if isinstance(error, MemoryFault):

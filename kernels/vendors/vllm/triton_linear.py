@@ -54,7 +54,7 @@ def _recipes(case: Case, device: str, config: Config | Stored | None) -> tuple[R
     "vllm_triton_linear", stage="fc1", recipes=_recipes, supports=_supports,
     unavailable=needs(WANTED), files=used(WANTED), triton=True, versions=package.versions,
     configs={"default": {}}, stored=_stored,
-    cost=lambda case: 2 * -(-case.m // 64) * -(-2 * case.i // 128) * -(-case.h // 128),
+    cost=lambda case: 12 * -(-case.m // 64) * -(-2 * case.i // 128) * -(-case.h // 128),
 )  # fmt: skip
 def vllm_triton_linear(call: Call) -> Tensor:
     """Call vLLM's _w8a8_triton_block_scaled_mm, a dense linear, as its launcher does."""
