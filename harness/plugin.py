@@ -34,7 +34,7 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness.session import environment
+from moe_parity.harness.session import environment, guesses
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
 from moe_parity.harness.session.recorder import Recorder
@@ -303,6 +303,9 @@ def header(config: pytest.Config) -> list[str]:
         *(f"moe-parity: {name}={value}" for name, value in environment.variables().items()),
         *(f"moe-parity: warning: {sentence}" for sentence in environment.misspelt()),
     ]
+    whose = guesses.packages(config.stash[SELECTED]).get("recipes of")
+    if whose is not None:
+        lines.append(f"moe-parity: recipes are those of {whose}")
     if options.shard is not None:
         lines.append(f"moe-parity: shard {options.shard}")
     if options.kernels:

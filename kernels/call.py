@@ -21,6 +21,10 @@ class BadCall(ParityError):
     """A kernel asked for memory in a way that its stage does not know; never a refusal of input."""
 
 
+class CannotCall(ParityError):
+    """A kernel cannot be called as it is: nothing was computed, so nothing is said of it."""
+
+
 class Allocator(Protocol):
     """Makes output tensors; the harness's one fills them and their surroundings with poison."""
 

@@ -33,6 +33,7 @@ from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Arrival, Case, Contract, Recipe, Skip, Stage, Why
 from moe_parity.references.recipes import ALL, recipe_named
 from moe_parity.references.stages import stage_named
+from moe_parity.references.versions import guess
 
 BUILTIN = (
     "ours", "vendors.deepgemm", "vendors.vllm", "vendors.torch_ops", "vendors.flashinfer",
@@ -49,6 +50,7 @@ ConfigsOf = Callable[[Case, str], Mapping[str, Any]]
 Cost = Callable[[Case], int]
 Available = Callable[[], Skip | str | None]
 Versions = Callable[[], Mapping[str, str]]
+Files = Callable[[], Mapping[str, Path]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,8 @@ class Kernel:
     """(case, device type) -> its configurations by name, the first by default; often none."""
     stored: ConfigsOf = lambda case, device: {}
     """The same, of configurations that are too many to be swept: who names one gets it."""
+    files: Files = dict
+    """The package's own files that it is taken from, by the name that records give them."""
     takes_quantized: bool = False
     """Whether activations may arrive as codes and scales, where its stage knows that."""
 
@@ -87,6 +91,11 @@ class Kernel:
         Raises ParityError, listing those that there are, for a name that the case does not have.
         """
         return _picked(self.name, _together(self.configs, self.stored), case, device)
+
+    @property
+    def guess(self) -> str:
+        """Whose recipes are taken where its package's version is not known, for sentences."""
+        return " and ".join(filter(None, (guess(*one) for one in self.versions().items())))
 
     def runs_on(self, device: str) -> str:
         """Return where a device type runs it: cpu, virtual_gpu or cuda."""
@@ -223,6 +232,7 @@ def register(
     configs: Mapping[str, Any] | ConfigsOf | None = None,
     stored: Mapping[str, Any] | ConfigsOf | None = None,
     takes_quantized: bool = False,
+    files: Files | None = None,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as a kernel.
 
@@ -234,8 +244,9 @@ def register(
     that a CPU runs it on the virtual GPU (``moe_parity.kernels.virtual_gpu.dispatch``),
     ``needs_gpu`` that only a GPU does; ``cost`` counts the programs of a case where they are not
     those that the stage expects, ``takes_quantized`` lets activations arrive as codes and scales
-    (the word ``quantized`` of a case).  Raises ParityError for an unknown recipe or stage and for
-    a name that is taken by another file.
+    (the word ``quantized`` of a case).  ``versions`` are those of its package by distribution,
+    ``files`` those of the package's files that it is taken from: both are recorded.  Raises
+    ParityError for an unknown recipe or stage and for a name that is taken by another file.
     """
     if not name or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_"):
         raise ParityError(f"kernel name {name!r}: use lower-case letters, digits and _.")
@@ -277,6 +288,7 @@ def register(
             configs=configs_of,
             stored=stored_of,
             takes_quantized=takes_quantized,
+            files=files or dict,
             note=note or (run.__doc__ or "").strip().partition("\n")[0],
         )
         return run

@@ -10,10 +10,9 @@ import pytest
 
 from moe_parity.harness.evidence.invariance_map import map_of
 from moe_parity.kernels import Kernel, find
-from moe_parity.kernels.vendors.vllm import stored, triton_gemm
+from moe_parity.kernels.vendors.vllm import stored, tiles, triton_gemm
 from moe_parity.references.errors import ParityError
 from moe_parity.references.stages.gemm.decisions import GemmRecipe
-from moe_parity.suites.meta import measured
 from moe_parity.suites.test_invariance_map import FC1, spans
 
 
@@ -27,15 +26,17 @@ def test_stored_configurations_are_read_by_name_and_the_nearest_is_taken(tmp_pat
     entries = {"1": tile(16, 64), "4": tile(64, 128), "8": tile(16, 128)}
     (tmp_path / name).write_text(json.dumps({"triton_version": "3.5.0", **entries}))
     (tmp_path / name.replace("H200", "H100")).write_text("{}")
-    (found,) = stored.read_folder(tmp_path).values()
-    assert list(stored.read_folder(tmp_path)) == ["E=8,N=64"]
+    files = tuple(tmp_path.iterdir())
+    read = stored.read_files(files, ("E", "N"))
+    assert list(read) == ["E=8,N=64"]
+    (found,) = read.values()
     taken = [found.of(m)["BLOCK_SIZE_M"] for m in (1, 2, 3, 6, 7, 900)]
     # of two that are as near the first, as in vLLM
     assert taken == [16, 16, 64, 64, 16, 16]
     (tmp_path / name).write_text('{"1": {"BLOCK_SIZE_M": 16}}')
-    stored.read_folder.cache_clear()
+    stored.read_files.cache_clear()
     with pytest.raises(ParityError, match="must map numbers of tokens to tiles"):
-        stored.read_folder(tmp_path)
+        stored.read_files(files, ("E", "N"))
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,11 @@ def test_stored_configurations_are_read_by_name_and_the_nearest_is_taken(tmp_pat
 def test_a_tile_decides_the_scale_order_and_the_unit(
     shape: tuple[int, int], order: str, unit: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
-    part = triton_gemm.recipe_of(tile(*shape)).of("gemm", GemmRecipe)
+    monkeypatch.setattr(tiles, "version", lambda name: "3.7.1")
+    part = tiles.recipe_of(tile(*shape)).of("gemm", GemmRecipe)
     assert (part.scale_order.value, part.unit.value) == (order, unit)
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.8.0")
-    part = triton_gemm.recipe_of(tile(*shape)).of("gemm", GemmRecipe)
+    monkeypatch.setattr(tiles, "version", lambda name: "3.8.0")
+    part = tiles.recipe_of(tile(*shape)).of("gemm", GemmRecipe)
     assert part.unit.value == ("mma_f16" if shape == (16, 32) else "wgmma_fp8")
 
 
@@ -83,15 +84,7 @@ def test_stored_tiles_of_vllm_change_the_unit_with_the_number_of_tokens(
     kernel = vllm()
     file = stored.Stored({1: tile(8, 32), 4: tile(8, 64), 8: tile(16, 64)})
     monkeypatch.setattr(triton_gemm, "read", lambda: {"E=256,N=256": file})
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
+    monkeypatch.setattr(tiles, "version", lambda name: "3.7.1")
     made = map_of(kernel, dataclasses.replace(FC1, m=9), "cpu", "E=256,N=256", beside=0)
     assert [s[:2] for s in spans(made)] == [(1, 2), (3, 6), (7, 9)]
     assert spans(made)[1][3] == "gemm.scale_order: a_then_b -> b_then_a"
-
-
-def test_the_table_of_stored_tiles_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_gemm, "version", lambda name: "3.7.1")
-    found = measured.stored_lines()
-    if not found:
-        pytest.skip("vLLM's stored configurations are not here: unpack the whole wheel")
-    assert found == [json.loads(line) for line in measured.STORED.read_text().splitlines()]

@@ -56,7 +56,7 @@ class Key:
 def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return vLLM's pass with its patterns of block quantization, as on an H200."""
     found = package.located()
-    if isinstance(found, str) or not (found.root / FILE).is_file():
+    if isinstance(found, str) or not found.file(FILE).is_file():
         skip_test(Skip(Why.ABSENT, f"vLLM's {FILE} is not here; unpack a whole wheel."))
     if hasattr(torch.ops._C, "silu_and_mul"):
         skip_test(Skip(Why.ABSENT, "vLLM's library is loaded: its ops are declared already."))
@@ -125,7 +125,7 @@ def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for schema in SCHEMAS:
             library.define(schema)
             library.impl(schema.split("(")[0], lambda *_, **__: None, "CompositeExplicitAutograd")
-        spec = importlib.util.spec_from_file_location(f"{HOME}.act_quant_fusion", found.root / FILE)
+        spec = importlib.util.spec_from_file_location(f"{HOME}.act_quant_fusion", found.file(FILE))
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         yield module.ActivationQuantFusionPass(None)

@@ -55,7 +55,7 @@ def exact(
         cause = cause if stored is None else cause.among((stored,))
         text = (
             f"{judged.stage} of {judged.who} {cause.words}{because}. "
-            f"Against recipe {recipe.name}: {counts}."
+            f"Against recipe {recipe.name}{_whose(judged)}: {counts}."
         )
         return caused(dataclasses.replace(verdict, message=text), cause)
     if verdict.failed:
@@ -94,9 +94,14 @@ def _sentence(judged: Judged, recipe: Recipe, found: list[Difference], why: Caus
     known = why is not None and not (own and why.kind is CauseKind.PATTERN)
     start = f"{opened(why.phrase)} in {about}" if why is not None and known else about
     seen = own or f"at {place}{of} got {first.got}, expected {first.want}"
-    by = "" if recipe.name == NO_ROUNDING else f" by recipe {recipe.name}"
+    whose = _whose(judged)
+    by = whose if recipe.name == NO_ROUNDING else f" by recipe {recipe.name}{whose}"
     colon = ": " if known or own else " differs: "
     return f"{start}{colon}{seen}{by}; {', '.join(d.words for d in found)}."
+
+
+def _whose(judged: Judged) -> str:
+    return f" (of {judged.guess})" if judged.guess else ""
 
 
 class Power(NamedTuple):

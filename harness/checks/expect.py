@@ -202,6 +202,13 @@ def digest(path: Path) -> str:
     return total.hexdigest()[:12]
 
 
+def sources(kernel: Kernel) -> dict[str, str]:
+    """Return the digests of a kernel's own file, and of its package's files that it is of."""
+    taken = {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+             for name, path in kernel.files().items() if path.is_file()}  # fmt: skip
+    return {kernel.source.name: digest(kernel.source), **taken}
+
+
 def fields(
     kernel: Kernel, case: Case, device: str, verdict: Verdict, seconds: float = 0.0
 ) -> dict[str, Any]:
@@ -221,6 +228,6 @@ def fields(
             "contract": kernel.contract.words,
             "repro": repro(kernel, case, verdict) if verdict.failed else "",
             "seconds": seconds,
-            "sources": {kernel.source.name: digest(kernel.source)},
+            "sources": sources(kernel),
         }
     )

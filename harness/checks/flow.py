@@ -25,7 +25,7 @@ from moe_parity.harness.checks.verdict import Verdict, caused, found
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
 from moe_parity.harness.session import watch
 from moe_parity.kernels import Kernel
-from moe_parity.kernels.call import BadCall
+from moe_parity.kernels.call import BadCall, CannotCall
 from moe_parity.kernels.faults import MemoryFault
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Check, Recipe
@@ -100,7 +100,9 @@ def bits(kernel: Kernel, case: Case, device: str, inputs: Any = None) -> Verdict
         return raised(kernel, case, error)
     got = ran.outputs
     seen = {list(got)[-1]: list(got.values())[-1]} if kernel.stage.partial else got
-    judged = Judged(who=kernel.name, stage=kernel.stage, case=case, inputs=made, got=seen)
+    judged = Judged(
+        who=kernel.name, stage=kernel.stage, case=case, inputs=made, got=seen, guess=kernel.guess
+    )
     return exact(judged, recipes, check=Check.EXACT, power=False)
 
 
@@ -140,7 +142,9 @@ def first_line(error: BaseException) -> str:
 
 
 def raised(kernel: Kernel, case: Case, error: BaseException, name: str = Check.EXACT) -> Verdict:
-    """Return the red verdict of a kernel that raised, with the kernel's own line."""
+    """Return the red verdict of a kernel that raised; a skip where it finds it cannot be called."""
+    if isinstance(error, CannotCall):
+        return Verdict(check=name, verdict="skip", reason=first_line(error))
     if isinstance(error, MemoryFault):
         words, text = error.name.replace("_", " "), first_line(error)
         whole = f"{opened(words)} in {kernel.stage} of {kernel.name} on {case.id}: {text}"
@@ -199,7 +203,7 @@ def _exact(
     for inner in stage.inner(case, inputs, ran.outputs):
         judged = Judged(
             who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs,
-            got=inner.got, settled=settled,
+            got=inner.got, settled=settled, guess=kernel.guess,
         )  # fmt: skip
         name = f"exact_{inner.stage}"
         verdict = exact(judged, recipes, check=name, power=power, cause=cause)
@@ -209,8 +213,9 @@ def _exact(
     got = {list(ran.outputs)[-1]: list(ran.outputs.values())[-1]} if stage.partial else ran.outputs
     alone = len(ran.outputs) == 1
     judged = Judged(
-        who=kernel.name, stage=stage, case=case, inputs=inputs, got=got, settled=settled
-    )
+        who=kernel.name, stage=stage, case=case, inputs=inputs, got=got, settled=settled,
+        guess=kernel.guess,
+    )  # fmt: skip
     searched = not stage.partial or alone
     verdict = exact(
         judged, recipes, check=name, power=power and searched, search=searched, cause=cause

@@ -25,6 +25,8 @@ class Judged:
     got: Outputs
     settled: bool = False
     """Whether it is known that the kernel wrote all of them: other memory gave the same bits."""
+    guess: str = ""
+    """Whose recipe it is held to, where its own version is not known; see Kernel.guess."""
 
     def against(self, recipe: Recipe) -> dict[str, Tensor]:
         """Return what a recipe gives."""

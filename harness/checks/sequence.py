@@ -111,8 +111,9 @@ def _alone(kernel: Kernel, bad: Called, device: str, counts: dict[str, Any]) -> 
     stage, got = kernel.stage, bad.ran.outputs
     seen = {list(got)[-1]: list(got.values())[-1]} if stage.partial else got
     judged = Judged(
-        who=kernel.name, stage=stage, case=bad.case, inputs=stage.inputs(bad.case, device), got=seen
-    )
+        who=kernel.name, stage=stage, case=bad.case, inputs=stage.inputs(bad.case, device),
+        got=seen, guess=kernel.guess,
+    )  # fmt: skip
     recipes = kernel.recipes(bad.case, device)
     verdict = exact(judged, recipes, check=Check.SEQUENCE, power=False)
     return dataclasses.replace(verdict, sequence=ids, compared=counts["compared"])

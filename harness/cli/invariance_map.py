@@ -20,7 +20,7 @@ from moe_parity.harness.evidence.invariance_map import map_of
 from moe_parity.harness.evidence.map_cases import case_of, names_of
 from moe_parity.harness.evidence.map_records import CHECK, labels, records
 from moe_parity.harness.plugin import choose_device
-from moe_parity.harness.session import environment, provenance
+from moe_parity.harness.session import environment, guesses, provenance
 from moe_parity.kernels import Kernel, all_kernels, load_file, select
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case
@@ -57,7 +57,8 @@ def run(request: Request) -> int:
     names = frozenset(kernel.name for kernel in kernels)
     info = RunInfo(
         started=started, command=("parity", *sys.argv[1:]),
-        environment=environment.describe(device), commit=provenance.commit()[0],
+        environment=environment.describe(device) | guesses.packages(names),
+        commit=provenance.commit()[0],
         dirty=provenance.commit()[1], seed=request.seed, profile="map", device=device,
         checkouts=provenance.checkouts(provenance.OURS, names, request.out),
     )  # fmt: skip

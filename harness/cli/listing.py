@@ -20,7 +20,8 @@ def kernels_table() -> str:
         here = "no" if reason else "yes"
         row = (kernel.name, kernel.stage.name, names, here, str(reason or kernel.note))
         rows.append(row)
-    return align(rows)
+    guesses = dict.fromkeys(kernel.guess for kernel in all_kernels() if kernel.guess)
+    return "\n".join([align(rows), *(f"recipes are those of {guess}." for guess in guesses)])
 
 
 def recipes_table() -> str:

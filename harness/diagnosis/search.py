@@ -19,6 +19,7 @@ from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.diagnosis import pattern
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind
 from moe_parity.harness.diagnosis.chains import Chain
+from moe_parity.harness.diagnosis.guessed import identified
 from moe_parity.harness.diagnosis.scene import Fit, Scene
 from moe_parity.references.language import Case, Mistake, Recipe, Stage
 from moe_parity.references.language.stage import Kind, Outputs
@@ -213,7 +214,12 @@ def diagnose(judged: Judged, recipes: tuple[Recipe, ...], recipe: Recipe, want: 
     if somewhere:
         least = min(f.fit.missed for f in somewhere)
         return _cause([f for f in somewhere if f.fit.missed == least])
-    return _each_output(search) or _each_place(search) or pattern.describe(search.scene)
+    # of a version that nobody has read any recipe is as likely as the one it is held to
+    whole_recipe = identified(judged, recipe) if judged.guess else None
+    return (
+        whole_recipe or _each_output(search) or _each_place(search)
+        or pattern.describe(search.scene)
+    )  # fmt: skip
 
 
 def _affordable(search: Search, bases: list[Recipe]) -> Iterable[Hypothesis]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moe_parity.harness.checks.expect import digest
+from moe_parity.harness.checks.expect import sources
 from moe_parity.harness.diagnosis.cause import CauseKind
 from moe_parity.harness.evidence.map_values import InvarianceMap, Line, Places
 from moe_parity.kernels import Kernel
@@ -25,7 +25,7 @@ def labels(kernel: Kernel, case: Case, config: str, band: str = "") -> dict[str,
         "id": f"{name}:{CHECK}", "nodeid": f"map[{kernel.name}]", "suite": "map",
         "kernel": kernel.name, "stage": kernel.stage.name, "contract": kernel.contract.words,
         "shape": kernel.stage.size_words(case), **own,
-        "sources": {kernel.source.name: digest(kernel.source)},
+        "sources": sources(kernel),
     }  # fmt: skip
 
 

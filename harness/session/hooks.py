@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness.session import environment, provenance
+from moe_parity.harness.session import environment, guesses, provenance
 from moe_parity.harness.session.distrust import complaints
 from moe_parity.harness.session.recorder import Item, Recorder
 from moe_parity.harness.session.said import labels_of, one_line, reason_of
@@ -130,6 +130,7 @@ class Session:
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             command=(name, *sys.argv[1:]),
             environment=environment.describe(self.device)
+            | guesses.packages(self.selected)
             | {option.removeprefix("--"): text for option, text in self.chosen.items()},
             commit=commit,
             dirty=dirty,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parity.harness.evidence import accuracy
-from moe_parity.kernels.vendors.vllm import stored, triton_gemm
+from moe_parity.kernels.vendors.vllm import stored, tiles
 from moe_parity.reports import maps
 from moe_parity.reports.records import Record, Run, RunInfo, from_json
 from moe_parity.suites.faulty.table import FAULTS
@@ -125,22 +125,38 @@ def invariance_measurements(file: Path) -> str:
     return table("|".join(maps.HEAD), [tuple(row) for row in rows])
 
 
+TILE = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
+RULES = {stored.FOLDER: tiles.recipe_of, stored.LINEAR: tiles.linear_recipe_of}
+"""What a tile of a folder's files decides: of the grouped GEMM, of the dense one."""
+
+
 def stored_lines() -> list[dict[str, Any]]:
-    """Return what the stored configurations of the vLLM at hand decide, a line for each file."""
+    """Return what the stored configurations of the vLLM at hand decide, a line for each file.
+
+    Its entries too, so that each can be called where the files are not.
+    """
     return [
-        {"file": name, "spans": [list(span) for span in triton_gemm.stored_spans(file)]}
-        for name, file in stored.read().items()
-    ]
+        {"file": name, "spans": [list(span) for span in tiles.spans(file, rule)],
+         "tiles": {str(m): [file[m][word] for word in TILE] for m in sorted(file)}}
+        for folder, rule in RULES.items()
+        for name, file in stored.read(folder).items()
+    ]  # fmt: skip
 
 
-def stored_measurements() -> str:
-    """Say of each stored configuration which scale order and unit it has at how many tokens."""
+def stored_files() -> list[dict[str, Any]]:
+    """Return the committed lines: what vLLM 0.33.0 stores, and what it decides."""
+    return [json.loads(line) for line in STORED.read_text().splitlines()]
+
+
+def stored_measurements(first: str) -> str:
+    """Say of each stored file whose name begins so what it decides at how many tokens."""
     rows = []
-    for line in map(json.loads, STORED.read_text().splitlines()):
-        for first, last, order, unit in line["spans"]:
-            to = f"{first} to {last}" if last < 8192 else f"from {first} on"
-            rows.append((f"`{line['file']}`", to, f"`{order}`", f"`{unit}`"))
-    return table("E and N of the file|tokens|scale order|unit", rows)
+    for line in stored_files():
+        if line["file"].startswith(first):
+            for at, last, order, unit, interval in line["spans"]:
+                to = f"{at} to {last}" if last < 8192 else f"from {at} on"
+                rows.append((f"`{line['file']}`", to, f"`{order}`", f"`{unit}`", f"`{interval}`"))
+    return table("file|tokens|scale order|unit|K at once", rows)
 
 
 def sums_of(records: list[dict[str, object]]) -> str:

@@ -65,6 +65,21 @@ def module() -> ModuleType:
     return importlib.import_module("deep_gemm")
 
 
+def lacking(*layouts: str) -> Skip | None:
+    """Return None where DeepGEMM runs here and has the GEMM of each layout, else why not."""
+    reason = unavailable()
+    if reason:
+        return reason
+    for layout in layouts:
+        if not any(hasattr(module(), name) for name in NAMES[layout]):
+            return Skip(
+                Why.ABSENT,
+                f"{module().__file__} has no GEMM of the {layout} layout, expected one of "
+                f"{', '.join(NAMES[layout])}.",
+            )
+    return None
+
+
 def function(layout: str) -> Callable[..., None]:
     """Return the GEMM of a layout under whatever name this build has."""
     found = module()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Call
 from moe_parity.kernels.registry import register
+from moe_parity.kernels.vendors.signatures import Wanted
 from moe_parity.references.language import (
     Case,
     Check,
@@ -51,9 +52,26 @@ def _math_file() -> Path | None:
     return None
 
 
-def unavailable() -> Skip | None:
-    """Return None where a DeepGEMM package is installed, else what to do."""
-    return None if _math_file() else Skip(Why.ABSENT, MISSING)
+def unavailable(*wanted: Wanted) -> Skip | None:
+    """Return None where a DeepGEMM package is installed with the functions wanted, else why not."""
+    file = _math_file()
+    if file is None:
+        return Skip(Why.ABSENT, MISSING)
+    reason = next(filter(None, (one.refusal(file) for one in wanted)), "")
+    return Skip(Why.ABSENT, reason) if reason else None
+
+
+MATH = "deep_gemm/utils/math.py"
+PER_TOKEN = Wanted(
+    MATH, "per_token_cast_to_fp8", ("x",), ("use_ue8m0", "gran_k", "use_packed_ue8m0")
+)
+PER_BLOCK = Wanted(MATH, "per_block_cast_to_fp8", ("x",), ("use_ue8m0",))
+
+
+def files() -> Mapping[str, Path]:
+    """Return the file of the helpers, for the records."""
+    file = _math_file()
+    return {} if file is None else {MATH: file}
 
 
 def versions() -> Mapping[str, str]:
@@ -114,9 +132,10 @@ def _per_token(case: Case, device: str) -> str | None:
     stage="act_quant",
     recipes=_recipes,
     supports=_per_token,
-    unavailable=unavailable,
+    unavailable=partial(unavailable, PER_TOKEN),
     contract=_CONTRACT,
     versions=versions,
+    files=files,
 )
 def deepgemm_per_token(call: Call) -> tuple[Tensor, Tensor]:
     """DeepGEMM per_token_cast_to_fp8."""
@@ -134,9 +153,10 @@ def deepgemm_per_token(call: Call) -> tuple[Tensor, Tensor]:
     "deepgemm_per_block",
     stage="weight_quant",
     recipes=_recipes,
-    unavailable=unavailable,
+    unavailable=partial(unavailable, PER_BLOCK),
     contract=_CONTRACT,
     versions=versions,
+    files=files,
 )
 def deepgemm_per_block(call: Call) -> tuple[Tensor, Tensor]:
     """DeepGEMM per_block_cast_to_fp8."""

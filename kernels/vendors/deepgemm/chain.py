@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,8 @@ def run(call: Call, layout: str) -> dict[str, Tensor]:
 def _register(layout: str) -> None:
     @register(
         f"deepgemm_chain_{layout}", stage="layer", recipes="ours",
-        unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
+        unavailable=partial(deep_gemm.lacking, "masked" if layout == "masked" else "contiguous"),
+        needs_gpu=True, versions=versions,
         note=f"DeepGEMM's {layout} GEMMs with our quantizers and top-k sum.",
     )  # fmt: skip
     def layer(call: Call) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def gathered(out: Tensor, slot: Tensor) -> Tensor:
 
 @register(
     "deepgemm_dense", stage="fc1", recipes=RECIPE, supports=_supports_dense,
-    unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
+    unavailable=partial(deep_gemm.lacking, "dense"), needs_gpu=True, versions=versions,
 )  # fmt: skip
 def deepgemm_dense(call: Call) -> Tensor:
     """DeepGEMM fp8_gemm_nt."""
@@ -99,7 +100,8 @@ def _register(name: str, *, psum: bool, zero_padding: bool) -> None:
 
     @register(
         name, stage="fc1", recipes=RECIPE, supports=_supports,
-        unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions, contract=Contract(),
+        unavailable=partial(deep_gemm.lacking, "contiguous"), needs_gpu=True, versions=versions,
+        contract=Contract(),
         note=f"DeepGEMM grouped GEMM, {words}, ensure_zero_padding={zero_padding}.",
     )  # fmt: skip
     def grouped(call: Call) -> Callable[[], Produced]:
@@ -114,7 +116,7 @@ _register("deepgemm_psum_nopad", psum=True, zero_padding=False)
 
 @register(
     "deepgemm_masked", stage="fc1", recipes=RECIPE, supports=_supports,
-    unavailable=deep_gemm.unavailable, needs_gpu=True, versions=versions,
+    unavailable=partial(deep_gemm.lacking, "masked"), needs_gpu=True, versions=versions,
 )  # fmt: skip
 def deepgemm_masked(call: Call) -> Callable[[], Produced]:
     """DeepGEMM masked grouped GEMM."""

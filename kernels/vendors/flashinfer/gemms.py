@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -67,7 +69,8 @@ def _supports(case: Case, device: str) -> str | None:
 def _register(name: str, build: Build, recipe: str, note: str) -> None:
     @register(
         name, stage=QUANT_GEMM, recipes=recipe, supports=_supports,
-        unavailable=package.unavailable, needs_gpu=True, versions=package.versions, note=note,
+        unavailable=partial(package.lacking, build), needs_gpu=True,
+        versions=package.versions, note=note,
     )  # fmt: skip
     def quant_gemm(call: Call) -> Tensor:
         inputs, out = call.inputs, call.new("rows")

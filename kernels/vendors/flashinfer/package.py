@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_parity.references.errors import ParityError
+from moe_parity.kernels.call import CannotCall
 from moe_parity.references.language import Skip, Why
 
 FAST_MATH = "-use_fast_math"
 RUNNER = "get_fp8_blockscale_gemm_runner_sm90"
 """The function of ``flashinfer.gemm.gemm_base`` that builds the module and returns its runner."""
+DESCRIPTION = "gen_fp8_blockscale_gemm_sm90_module"
+FUNCTIONS = ("fp8_blockscale_gemm_sm90",)
 NEEDED = {
     "flashinfer-python": "FlashInfer is not installed; install the extra: "
     "pip install 'moe-parity[flashinfer]'.",
@@ -84,6 +86,18 @@ def unavailable() -> Skip | None:
     return None
 
 
+def lacking(build: Build) -> Skip | None:
+    """Return None where a build can be called, else why not: the package, or a function of it."""
+    reason = unavailable()
+    if reason:
+        return reason
+    wanted = FUNCTIONS if build is Build.SHIPPED else (*FUNCTIONS, RUNNER, DESCRIPTION)
+    missing = [name for name in wanted if not hasattr(base(), name)]
+    if not missing:
+        return None
+    return Skip(Why.ABSENT, f"FlashInfer's gemm_base has no function {missing[0]}, expected it.")
+
+
 def _has_nvcc() -> bool:
     """Whether there is a compiler where FlashInfer looks for it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -105,11 +119,11 @@ def without_fast_math(spec: Any) -> Any:
 
     The host's code of both builds holds the same names.  Those that a process has but once, such as
     a flag that a kernel was set up, would be shared, so the second one keeps its own.  Raises
-    ParityError where there is no such flag: that version is not what the first build stands for.
+    CannotCall where there is no such flag: that version is not what the first build stands for.
     """
     flags = list(spec.extra_cuda_cflags or [])
     if FAST_MATH not in flags:
-        raise ParityError(
+        raise CannotCall(
             f"FlashInfer {versions().get('flashinfer-python', '')} compiles {spec.name} without "
             f"{FAST_MATH}: both builds would be one; 0.6.18 has the flag."
         )
@@ -124,7 +138,7 @@ def without_fast_math(spec: Any) -> Any:
 @lru_cache(maxsize=1)
 def exact_runner() -> Any:
     """Compile the second build, where that was not done before, and return its runner."""
-    module = without_fast_math(base().gen_fp8_blockscale_gemm_sm90_module()).build_and_load()
+    module = without_fast_math(getattr(base(), DESCRIPTION)()).build_and_load()
     source = importlib.import_module("flashinfer.jit.env").FLASHINFER_CSRC_DIR
     module.set_deepgemm_jit_include_dirs([str(source / "nv_internal" / "tensorrt_llm")])
     return module.init()

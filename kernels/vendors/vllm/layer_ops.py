@@ -40,7 +40,7 @@ def _supports_silu(case: Case, device: str) -> str | None:
 
 @register(
     "vllm_silu_and_mul", stage="swiglu", recipes="vllm_triton", supports=_supports_silu,
-    unavailable=package.no_library,
+    unavailable=package.op("_C", "silu_and_mul", 2),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_silu_and_mul(call: Call) -> Tensor:
@@ -60,7 +60,7 @@ def _clamp_recipes(case: Case, device: str) -> tuple[Recipe, ...]:
 
 @register(
     "vllm_silu_and_mul_with_clamp", stage="swiglu", recipes=_clamp_recipes,
-    supports=_supports_clamp, unavailable=package.no_library,
+    supports=_supports_clamp, unavailable=package.op("_C", "silu_and_mul_with_clamp", 5),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_silu_and_mul_with_clamp(call: Call) -> Tensor:
@@ -91,7 +91,7 @@ def _supports_block(case: Case, device: str) -> str | None:
 
 @register(
     "vllm_silu_and_mul_per_block_quant", stage="swiglu_quant", recipes="vllm_fused_silu",
-    supports=_supports_block, unavailable=package.no_library,
+    supports=_supports_block, unavailable=package.op("_C", "silu_and_mul_per_block_quant", 6),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_silu_and_mul_per_block_quant(call: Call) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,8 @@ def _supports_masked(case: Case, device: str) -> str | None:
 
 @register(
     "vllm_persistent_masked_silu_mul_quant", stage="swiglu_quant", recipes="vllm_batched",
-    supports=_supports_masked, unavailable=package.no_library,
+    supports=_supports_masked,
+    unavailable=package.op("_C", "persistent_masked_m_silu_mul_quant", 5),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_persistent_masked_silu_mul_quant(call: Call) -> Produced:
@@ -178,7 +179,7 @@ def _supports_align(case: Case, device: str) -> str | None:
 
 @register(
     "vllm_moe_align_block_size", stage="align", recipes="no_rounding",
-    supports=_supports_align, unavailable=package.no_moe_library,
+    supports=_supports_align, unavailable=package.op("_moe_C", "moe_align_block_size", 6, 7, 8),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_moe_align_block_size(call: Call) -> Callable[[], Produced]:
@@ -233,13 +234,13 @@ def _supports_sum(case: Case, device: str) -> str | None:
     if reason or case.ep_size == 1:
         return reason
     if package.divides():
-        return "0.26.0 sums all rows: expert parallelism zeroes the foreign ones before."
+        return "up to 0.26.0 the op sums all rows: expert parallelism zeroes foreign ones before."
     return None
 
 
 @register(
     "vllm_moe_sum", stage="combine", recipes="vllm_triton", supports=_supports_sum,
-    unavailable=package.no_moe_library,
+    unavailable=package.op("_moe_C", "moe_sum", 2, 3, 4),
     needs_gpu=True, versions=package.versions,
 )  # fmt: skip
 def vllm_moe_sum(call: Call) -> Tensor:

@@ -1,71 +1,24 @@
-"""Where vLLM is: an installed one, or the folder of an unpacked wheel; vllm itself is not imported.
+"""vLLM's package as its adapters ask for it; vllm itself is not imported.
 
-``MOE_PARITY_VLLM`` names the folder that holds ``vllm/`` and its ``vllm-<version>.dist-info``.  The
-two libraries use torch's stable ABI and register their ops under one name each, so a process has
-one version.
+The two libraries use torch's stable ABI and register their ops under one name each, so a process
+has one version.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 import torch
 
+from moe_parity.kernels.vendors.vllm.folders import Package, located
 from moe_parity.references.language import Skip, Why
 
-VARIABLE = "MOE_PARITY_VLLM"
-LIBRARIES = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so")
-KNOWN = ("0.33.0", "0.26.0")
-"""The versions whose recipes are stated."""
-
-
-@dataclass(frozen=True)
-class Package:
-    """A vLLM on disk."""
-
-    root: Path
-    """The folder that holds ``vllm/``."""
-    version: str
-
-    @property
-    def divides(self) -> bool:
-        """Whether per_token_group_fp8_quant computes x / s; later versions x * (1 / s)."""
-        return tuple(int(n) for n in self.version.split(".")[:2]) <= (0, 26)
-
-
-@lru_cache(maxsize=1)
-def located() -> Package | str:
-    """Return the package, or why there is none, in one sentence."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return _unpacked(Path(named))
-    try:
-        found = distribution("vllm")
-    except PackageNotFoundError:
-        return f"vLLM is not installed and {VARIABLE} names no unpacked wheel."
-    return _known(Package(Path(str(found.locate_file(""))), found.version))
-
-
-def _unpacked(root: Path) -> Package | str:
-    if not (root / "vllm").is_dir():
-        return f"{VARIABLE}={root} holds no folder vllm; unpack a wheel there."
-    for info in sorted(root.glob("vllm-*.dist-info")):
-        match = re.fullmatch(r"vllm-(.+)\.dist-info", info.name)
-        if match:
-            return _known(Package(root, match[1]))
-    return f"{VARIABLE}={root} holds no vllm-<version>.dist-info, which says the version."
-
-
-def _known(package: Package) -> Package | str:
-    if package.version in KNOWN:
-        return package
-    return f"vLLM {package.version} is not one whose recipes are stated: {', '.join(KNOWN)}."
+__all__ = ["Package", "located"]
+LIBRARIES = {
+    "_C": "_C_stable_libtorch.abi3.so", "_moe_C": "_moe_C_stable_libtorch.abi3.so",
+}  # fmt: skip
+"""The library of each namespace of ops."""
 
 
 def package() -> Package:
@@ -77,7 +30,7 @@ def package() -> Package:
 
 
 def divides() -> bool:
-    """Whether the located package's quantizer divides; False where there is none."""
+    """Whether the package's quantizer divides, or the nearest known one's; False without one."""
     found = located()
     return isinstance(found, Package) and found.divides
 
@@ -95,12 +48,12 @@ def no_source() -> Skip | None:
 
 
 @lru_cache(maxsize=2)
-def no_library(name: str = LIBRARIES[0]) -> Skip | None:
+def no_library(name: str = LIBRARIES["_C"]) -> Skip | None:
     """Load a library of ops; return None, or why it cannot be used."""
     found = located()
     if isinstance(found, str):
         return Skip(Why.ABSENT, found)
-    path = found.root / "vllm" / name
+    path = found.file(f"vllm/{name}")
     if not path.is_file():
         return Skip(Why.ABSENT, f"vLLM's library {path} does not exist.")
     if not torch.cuda.is_available():
@@ -113,6 +66,26 @@ def no_library(name: str = LIBRARIES[0]) -> Skip | None:
     return None
 
 
-def no_moe_library() -> Skip | None:
-    """Load the library of ``torch.ops._moe_C``; see :func:`no_library`."""
-    return no_library(LIBRARIES[1])
+def op(space: str, name: str, *taken: int) -> Callable[[], Skip | None]:
+    """Return what says why an op cannot be called: its library, or ``taken`` numbers of arguments.
+
+    ``space`` is ``_C`` or ``_moe_C``; a version that lacks one op has the others.
+    """
+
+    def unavailable() -> Skip | None:
+        return no_library(LIBRARIES[space]) or lacking(space, name, taken)
+
+    return unavailable
+
+
+def lacking(space: str, name: str, taken: tuple[int, ...]) -> Skip | None:
+    """Return None where an op is registered and takes so many arguments, else why not."""
+    found = getattr(getattr(torch.ops, space), name, None)
+    numbers = " or ".join(map(str, taken))
+    about = f"vLLM's {LIBRARIES[space]}"
+    if found is None:
+        return Skip(Why.ABSENT, f"{about} has no op {name}, expected one of {numbers} arguments.")
+    count = len(found.default._schema.arguments)
+    if count in taken:
+        return None
+    return Skip(Why.ABSENT, f"{about}: {name} takes {count} arguments, expected {numbers}.")

@@ -49,7 +49,7 @@ def _recipes(case: Case, device: str) -> tuple[Recipe, ...]:
     stage="act_quant",
     recipes=_recipes,
     supports=_supports,
-    unavailable=package.no_library,
+    unavailable=package.op("_C", "per_token_group_fp8_quant", 10),
     needs_gpu=True,
     versions=package.versions,
 )
@@ -80,7 +80,7 @@ def _supports_packed(case: Case, device: str) -> str | None:
     stage="act_quant",
     recipes=VLLM_CUDA_UE8M0,
     supports=_supports_packed,
-    unavailable=package.no_library,
+    unavailable=package.op("_C", "per_token_group_fp8_quant_packed", 7),
     needs_gpu=True,
     versions=package.versions,
     contract=Contract(pads_zero=True),

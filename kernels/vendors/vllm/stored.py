@@ -1,7 +1,9 @@
-"""The configurations that vLLM stores for its grouped GEMM: of an H200, for blocks of 128 x 128.
+"""The configurations that vLLM stores for its block-FP8 GEMMs: of an H200, for blocks of 128 x 128.
 
 A file holds an entry for each of some numbers of tokens; a call takes the entry whose number is
-nearest to its own, the smaller of two (``try_get_optimal_moe_config``).
+nearest to its own, the smaller of two (``try_get_optimal_moe_config``,
+``w8a8_triton_block_scaled_mm``).  There are files of the grouped GEMM, by experts and width, and of
+the dense one, by N and K.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from moe_parity.kernels.vendors.vllm import package
 from moe_parity.references.errors import ParityError
 
 FOLDER = "vllm/model_executor/layers/fused_moe/configs"
-FILE = re.compile(
-    r"E=(\d+),N=(\d+),device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=\[128,128\]\.json"
-)
+LINEAR = "vllm/model_executor/layers/quantization/utils/configs"
+SIZES = {FOLDER: ("E", "N"), LINEAR: ("N", "K")}
+"""The sizes in the names of a folder's files."""
+OTHERS = r"device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=\[128,128\]\.json"
 Config = dict[str, int]
 
 
@@ -30,21 +33,24 @@ class Stored(dict[int, Config]):
         return self[min(sorted(self), key=lambda known: abs(known - m))]
 
 
-def read() -> Mapping[str, Stored]:
+def read(folder: str = FOLDER) -> Mapping[str, Stored]:
     """Return the files of the located package by name, ``E=256,N=256``; empty where none are.
 
     Raises ParityError, naming the file, for one that does not hold configurations.
     """
     found = package.located()
-    return {} if isinstance(found, str) else read_folder(found.root / FOLDER)
+    if isinstance(found, str):
+        return {}
+    return read_files(tuple(found.folder(folder).values()), SIZES[folder])
 
 
-@lru_cache(maxsize=4)
-def read_folder(folder: Path) -> Mapping[str, Stored]:
-    """Return the files of a folder, in order of experts and width."""
-    named = [(FILE.fullmatch(path.name), path) for path in folder.glob("*.json")]
-    files = sorted((int(m[1]), int(m[2]), path) for m, path in named if m)
-    return {f"E={experts},N={width}": _read(path) for experts, width, path in files}
+@lru_cache(maxsize=8)
+def read_files(files: tuple[Path, ...], sizes: tuple[str, str]) -> Mapping[str, Stored]:
+    """Return those of some files that are of an H200 and of these sizes, in order of the sizes."""
+    pattern = re.compile(rf"{sizes[0]}=(\d+),{sizes[1]}=(\d+),{OTHERS}")
+    named = [(pattern.fullmatch(path.name), path) for path in files]
+    found = sorted((int(m[1]), int(m[2]), path) for m, path in named if m)
+    return {f"{sizes[0]}={a},{sizes[1]}={b}": _read(path) for a, b, path in found}
 
 
 def _read(path: Path) -> Stored:

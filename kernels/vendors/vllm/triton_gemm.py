@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import itertools
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,14 +11,27 @@ from torch import Tensor
 
 from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
+from moe_parity.kernels.vendors.signatures import Wanted
 from moe_parity.kernels.vendors.vllm import package
-from moe_parity.kernels.vendors.vllm.files import MOE, functions, unavailable
+from moe_parity.kernels.vendors.vllm.files import MOE, UTILS, functions, needs, used
 from moe_parity.kernels.vendors.vllm.stored import Config, Stored, read
+from moe_parity.kernels.vendors.vllm.tiles import recipe_of
 from moe_parity.references.language import Case, Recipe
-from moe_parity.references.recipes.vllm import VLLM_TRITON, VLLM_TRITON_SWAP
-from moe_parity.references.stages.gemm.decisions import DotUnit, GemmRecipe, Interval
 from moe_parity.references.stages.gemm.stage import GroupedRows
 from moe_parity.references.stages.routing import place
+
+WANTED = (
+    Wanted(MOE, "fused_moe_kernel"),
+    Wanted(
+        MOE, "invoke_fused_moe_triton_kernel",
+        ("A", "B", "C", "A_scale", "B_scale", "topk_weights", "sorted_token_ids", "expert_ids",
+         "num_tokens_post_padded", "mul_routed_weight", "top_k", "config"),
+        ("compute_type", "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16",
+         "per_channel_quant", "block_shape"),
+    ),
+    Wanted(MOE, "get_default_config", ("M", "E", "N", "K", "topk", "dtype", "block_shape")),
+    Wanted(UTILS, "enable_swap_ab", ("BLOCK_SIZE_M", "BLOCK_SIZE_N")),
+)  # fmt: skip
 
 
 def _supports_gemm(case: Case, device: str) -> str | None:
@@ -49,44 +59,6 @@ def _configs(case: Case, device: str) -> dict[str, Config]:
     return {"default": {}, **TUNED}
 
 
-def _halved(recipe: Recipe) -> Recipe:
-    """Return a recipe whose tiles take 64 of K: the scales meet twice as many sums."""
-    gemm = dataclasses.replace(recipe.of("gemm", GemmRecipe), interval=Interval.K64)
-    return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_k64")
-
-
-def _on_mma(recipe: Recipe) -> Recipe:
-    """Return a recipe of tiles whose dots are too small for WGMMA."""
-    gemm = dataclasses.replace(recipe.of("gemm", GemmRecipe), unit=DotUnit.MMA_F16)
-    return dataclasses.replace(recipe.with_parts(gemm=gemm), name=f"{recipe.name}_mma")
-
-
-def recipe_of(tile: Config) -> Recipe:
-    """Return the recipe of a tile by its BLOCK_SIZE_M, _N and _K (128 where it is not said).
-
-    Swap-AB, with the other scale order, is for tiles of less than 64 tokens and 64 columns or more
-    (``enable_swap_ab``).  Triton has WGMMA where the first operand of the dot has 64 rows or more
-    and the second 16 columns, since 3.8 also 8 columns; else the dot is ``mma.sync`` on FP16.
-    """
-    tokens, columns = tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"]
-    swapped = tokens < 64 <= columns
-    first, second = (columns, tokens) if swapped else (tokens, columns)
-    recipe = VLLM_TRITON_SWAP if swapped else VLLM_TRITON
-    if first < 64 or second < _narrowest():
-        recipe = _on_mma(recipe)
-    # the launcher takes no more than a block of the scales
-    return _halved(recipe) if tile.get("BLOCK_SIZE_K") == 64 else recipe
-
-
-def _narrowest() -> int:
-    """Return the columns from which on the installed Triton has WGMMA for a dot of FP8."""
-    try:
-        found = [int(n) for n in version("triton").split(".")[:2]]
-    except (PackageNotFoundError, ValueError):
-        return 16
-    return 8 if found >= [3, 8] else 16
-
-
 def _gemm_recipes(case: Case, device: str, config: Config | Stored) -> tuple[Recipe, ...]:
     """Return what the tile of a call decides.
 
@@ -104,25 +76,24 @@ def _changes(config: Config | Stored, m: int) -> Config:
     return config.of(m) if isinstance(config, Stored) else config
 
 
-def stored_spans(file: Stored, most: int = 8192) -> Iterator[tuple[int, int, str, str]]:
-    """Yield (M from, to, scale order, unit) of a stored file, where one of the two changes."""
-    parts = [recipe_of(file.of(m)).of("gemm", GemmRecipe) for m in range(1, most + 1)]
-    chosen = [(part.scale_order.value, part.unit.value) for part in parts]
-    at = 1
-    for kind, same in itertools.groupby(chosen):
-        count = len(list(same))
-        yield (at, at + count - 1, *kind)
-        at += count
+def _stored(case: Case, device: str) -> Mapping[str, Config | Stored]:
+    known: dict[str, Config | Stored] = {}
+    if WANTED[2].refusal(package.package().file(MOE)) == "":
+        known["batch_invariant"] = batch_invariant()
+    return {**known, **read()}
 
 
-def _stored(case: Case, device: str) -> Mapping[str, Stored]:
-    return read()
+def batch_invariant() -> Config:
+    """Return the configuration that vLLM takes under VLLM_BATCH_INVARIANT, whatever the sizes."""
+    file = functions(MOE, "get_default_config", batch_invariant=True)
+    pinned: Config = file.get_default_config(1, 8, 128, 128, 2, "fp8_w8a8", [128, 128])
+    return pinned
 
 
 @register(
     "vllm_fused_moe_fc1", stage="fc1", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
-    stored=_stored,
+    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions,
+    configs=_configs, stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc1(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, first GEMM."""
@@ -131,8 +102,8 @@ def vllm_fused_moe_fc1(call: Call) -> Produced:
 
 @register(
     "vllm_fused_moe_fc2", stage="fc2", recipes=_gemm_recipes, supports=_supports_gemm,
-    unavailable=unavailable, triton=True, versions=package.versions, configs=_configs,
-    stored=_stored,
+    unavailable=needs(*WANTED), files=used(*WANTED), triton=True, versions=package.versions,
+    configs=_configs, stored=_stored,
 )  # fmt: skip
 def vllm_fused_moe_fc2(call: Call) -> Produced:
     """Call vLLM's fused_moe_kernel, second GEMM, the routing weight in its epilogue."""
@@ -142,10 +113,7 @@ def vllm_fused_moe_fc2(call: Call) -> Produced:
 def _fused_moe(call: Call, *, weighted: bool) -> Produced:
     case = call.case
     inputs: GroupedRows = call.inputs
-    file = functions(
-        MOE, "write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel",
-        "get_default_config",
-    )  # fmt: skip
+    file = functions(MOE, "invoke_fused_moe_triton_kernel", "get_default_config")
     if weighted and inputs.weights is not None:
         # The launcher asserts their stride(1) alone, and the kernel reads them at the pair.
         demand_contiguous(inputs.weights, "vLLM's fused_moe_kernel reads weights by pair: it")

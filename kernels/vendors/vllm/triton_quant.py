@@ -11,8 +11,9 @@ from torch import Tensor
 from moe_parity.kernels.call import Call, Fate, Produced, demand_contiguous
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm.api import rows_of, spare
+from moe_parity.kernels.vendors.signatures import Wanted
 from moe_parity.kernels.vendors.vllm import package
-from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, unavailable
+from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, FP8, functions, needs, used
 from moe_parity.references.arithmetic.formats import E4M3, without_missing_groups
 from moe_parity.references.language import Case, Hazard, ScaleFormat, ScaleLayout, Values
 from moe_parity.references.stages.routing import place
@@ -26,10 +27,20 @@ def _supports_quant(case: Case, device: str) -> str | None:
     return None if case.m else "an empty grid, which CUDA refuses."
 
 
+_FIRST = ("y_ptr", "y_q_ptr", "y_s_ptr", "group_size", "y_num_columns", "y_row_stride")
+_OPTIONS = ("fp8_min", "fp8_max", "use_ue8m0", "BLOCK")
+_QUANT = (
+    Wanted(FP8, "_per_token_group_quant_fp8", (*_FIRST, "eps"), _OPTIONS),
+    Wanted(
+        FP8, "_per_token_group_quant_fp8_colmajor", (*_FIRST, "y_s_col_stride", "eps"), _OPTIONS
+    ),
+)
+
+
 @register(
     "vllm_triton_per_token_group", stage="act_quant", recipes="vllm_triton_quant",
-    supports=_supports_quant, unavailable=unavailable, triton=True, versions=package.versions,
-    cost=lambda case: 2 * case.m * (case.h // case.group),
+    supports=_supports_quant, unavailable=needs(*_QUANT), files=used(*_QUANT), triton=True,
+    versions=package.versions, cost=lambda case: 2 * case.m * (case.h // case.group),
 )  # fmt: skip
 def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
     """Call vLLM's Triton fallback of per_token_group_quant_fp8, which rows with gaps take."""
@@ -54,12 +65,15 @@ def vllm_triton_per_token_group(call: Call) -> tuple[Tensor, Tensor]:
 # --- SwiGLU with quantization -------------------------------------------------------------------
 
 
-def _fp8_file() -> Any:
-    return functions(
-        FP8, "_silu_mul_quant_fp8_packed_kernel", "silu_mul_quant_fp8_packed_triton",
-        "_silu_mul_per_token_group_quant_fp8_colmajor",
-        "silu_mul_per_token_group_quant_fp8_colmajor",
-    )  # fmt: skip
+PACKED, COLUMNS = "silu_mul_quant_fp8_packed_triton", "silu_mul_per_token_group_quant_fp8_colmajor"
+
+
+def _activation_call(*, packed: bool, ends: bool) -> Wanted:
+    """Return the launcher as it is called; the rows of expert ends came later than it."""
+    named = ("output_q",) if packed else ("output", "use_ue8m0")
+    more = ("expert_ends", "expert_alignment") if ends else ()
+    options = (*named, "clamp_limit", "alpha", "beta", *more)
+    return Wanted(FP8, PACKED if packed else COLUMNS, ("input",), options)
 
 
 def _supports_activation(case: Case, device: str) -> str | None:
@@ -94,16 +108,6 @@ def _dense_only(supports: Any) -> Any:
     return narrower
 
 
-def _ends_only(supports: Any) -> Any:
-    def narrower(case: Case, device: str) -> str | None:
-        if package.divides():
-            return "0.26.0 has no expert_ends."
-        reason: str | None = supports(case, device)
-        return reason
-
-    return narrower
-
-
 def _activation(call: Call, *, packed: bool, ends: bool) -> Callable[[], Produced]:
     inputs, case = call.inputs, call.case
     rows, width = inputs.rows, inputs.rows.shape[1] // 2
@@ -124,7 +128,7 @@ def _activation(call: Call, *, packed: bool, ends: bool) -> Callable[[], Produce
         rows = buffer
         options |= {"expert_ends": placed.ends, "expert_alignment": ALIGNMENT}
     codes = call.new("codes", (rows.shape[0], width), (width, 1), torch.uint8)
-    file = _fp8_file()
+    file = functions(FP8, PACKED if packed else COLUMNS)
     with file.allocating(call.new, "scales"):
         if packed:
             _, scales = file.silu_mul_quant_fp8_packed_triton(
@@ -167,13 +171,15 @@ def _padded(case: Case) -> int:
 
 def _register_activation(name: str, *, packed: bool, ends: bool) -> None:
     supports = _supports_packed if packed else _supports_colmajor
+    wanted = _activation_call(packed=packed, ends=ends)
     words = ", the rows of expert ends" if ends else ""
 
     @register(
         name, stage="swiglu_quant",
         recipes="vllm_deepgemm_packed" if packed else "vllm_deepgemm",
-        supports=(_ends_only if ends else _dense_only)(supports), unavailable=unavailable,
-        triton=True, versions=package.versions, cost=_padded if ends else _rows if packed else None,
+        supports=supports if ends else _dense_only(supports),
+        unavailable=needs(wanted), files=used(wanted), triton=True,
+        versions=package.versions, cost=_padded if ends else _rows if packed else None,
         note=f"vLLM {'silu_mul_quant_fp8_packed' if packed else 'silu_mul_per_token_group_quant_fp8_colmajor'}{words}.",  # noqa: E501
     )  # fmt: skip
     def activation(call: Call) -> Callable[[], Produced]:

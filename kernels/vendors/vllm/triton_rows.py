@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,20 +10,26 @@ from torch import Tensor
 from moe_parity.kernels.call import Call, Fate, Produced, demand_near, demand_rows
 from moe_parity.kernels.registry import register
 from moe_parity.kernels.vendors.deepgemm.api import rows_of
+from moe_parity.kernels.vendors.signatures import Wanted
 from moe_parity.kernels.vendors.vllm import package
-from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, GATHER, functions, unavailable
+from moe_parity.kernels.vendors.vllm.files import ALIGNMENT, GATHER, functions, needs, used
 from moe_parity.references.arithmetic.formats import BLOCK
 from moe_parity.references.language import Case, Hazard, InputDtype
 from moe_parity.references.stages import PERMUTE
 from moe_parity.references.stages.align import RoutedRows
 from moe_parity.references.stages.routing import Placement, place
 
-
-def _gather_file() -> Any:
-    return functions(
-        GATHER, "apply_expert_map", "_fwd_kernel_ep_scatter_1", "_fwd_kernel_ep_scatter_2",
-        "ep_scatter", "_fwd_kernel_ep_gather", "ep_gather",
-    )  # fmt: skip
+_PLACED = (
+    "recv_x", "recv_x_scale", "recv_topk", "num_recv_tokens_per_expert", "expert_map",
+    "expert_start_loc", "output_tensor", "output_tensor_scale", "m_indices", "output_index",
+)  # fmt: skip
+_SCATTER = Wanted(GATHER, "ep_scatter", _PLACED, ("align_m",))
+_PSUM_SCATTER = Wanted(GATHER, "ep_scatter", _PLACED, ("align_m", "use_psum_layout"))
+_GATHER = Wanted(
+    GATHER, "ep_gather",
+    ("input_tensor", "recv_topk_ids", "recv_topk_weight", "input_index", "expert_map",
+     "output_tensor"),
+)  # fmt: skip
 
 
 def _supports_scatter(case: Case, device: str) -> str | None:
@@ -57,7 +62,7 @@ def _scatter(call: Call, *, psum: bool) -> Callable[[], Produced]:
     else:
         layout = torch.full((rows_of(placed),), -1, dtype=torch.int32, device=device)
     options = {"use_psum_layout": True} if psum else {}
-    _gather_file().ep_scatter(
+    functions(GATHER, "ep_scatter").ep_scatter(
         inputs.codes.view(torch.float8_e4m3fn), inputs.scales, inputs.ids, counts,
         inputs.expert_map, torch.empty_like(placed.starts), codes.view(torch.float8_e4m3fn),
         scales, layout, index.view(inputs.ids.shape), align_m=ALIGNMENT, **options,
@@ -107,22 +112,18 @@ def _scattered(
     )  # fmt: skip
 
 
-def _supports_psum_scatter(case: Case, device: str) -> str | None:
-    if package.divides():
-        return "0.26.0 has no prefix-sum layout."
-    return _supports_scatter(case, device)
-
-
 def _experts_too(case: Case) -> int:
     """Count the programs of the tokens, and small ones of the experts, whose rows are padded."""
     return PERMUTE.cost(case) + case.local_experts // 4
 
 
 def _register_scatter(name: str, *, psum: bool) -> None:
+    wanted = _PSUM_SCATTER if psum else _SCATTER
+
     @register(
-        name, stage="permute", recipes="no_rounding",
-        supports=_supports_psum_scatter if psum else _supports_scatter, unavailable=unavailable,
-        triton=True, versions=package.versions, cost=_experts_too,
+        name, stage="permute", recipes="no_rounding", supports=_supports_scatter,
+        unavailable=needs(wanted), files=used(wanted), triton=True,
+        versions=package.versions, cost=_experts_too,
         note=f"vLLM ep_scatter, {'prefix sums' if psum else 'm_indices'}.",
     )  # fmt: skip
     def scatter(call: Call) -> Callable[[], Produced]:
@@ -153,7 +154,8 @@ def _programs(case: Case) -> int:
     stage="combine",
     recipes="vllm_deepgemm",
     supports=_supports_gather,
-    unavailable=unavailable,
+    unavailable=needs(_GATHER),
+    files=used(_GATHER),
     triton=True,
     versions=package.versions,
     cost=_programs,
@@ -167,7 +169,7 @@ def vllm_ep_gather(call: Call) -> Tensor:
     turned = torch.arange(tokens * k, device=inputs.rows.device).flip(0)
     buffer = inputs.rows.reshape(tokens * k, width)[turned]
     out = call.new("out")
-    _gather_file().ep_gather(
+    functions(GATHER, "ep_gather").ep_gather(
         buffer, inputs.ids, inputs.weights, turned.int().view(tokens, k), inputs.expert_map, out
     )
     return out

@@ -79,8 +79,8 @@ DEVICE = (
 def data() -> Path:
     """Return ``flashinfer/data``.
 
-    Raises ParityError where FlashInfer is not installed or is another version: the interface is
-    that of one version's source.
+    Raises ParityError where FlashInfer is not installed, or lacks a source that the layer is made
+    of: the interface is that of one version's source, which the compiler holds another one to.
     """
     try:
         found = distribution("flashinfer-python")
@@ -88,12 +88,23 @@ def data() -> Path:
         raise ParityError(
             f"FlashInfer is not installed; pip install --no-deps flashinfer-python=={VERSION}."
         ) from None
-    if found.version != VERSION:
-        raise ParityError(
-            f"the fused layer is built from FlashInfer {VERSION}, got {found.version}; "
-            f"pip install --no-deps flashinfer-python=={VERSION}."
-        )
-    return Path(str(found.locate_file("flashinfer/data")))
+    made = Path(str(found.locate_file("flashinfer/data")))
+    for source in SOURCES if found.version != VERSION else ():
+        file = source.located(made / "csrc")
+        if not file.is_file():
+            raise ParityError(
+                f"FlashInfer {found.version} has no {file}, expected as in {VERSION}, from which "
+                f"the fused layer is built; pip install --no-deps flashinfer-python=={VERSION}."
+            )
+    return made
+
+
+def version() -> str:
+    """Return the version of the FlashInfer at hand, else the one that is written against."""
+    try:
+        return distribution("flashinfer-python").version
+    except PackageNotFoundError:
+        return VERSION
 
 
 def jit_headers() -> Path:
@@ -107,7 +118,7 @@ def cache() -> Path:
     if named:
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "moe-parity" / f"flashinfer-{VERSION}"
+    return Path(home) / "moe-parity" / f"flashinfer-{version()}"
 
 
 def library(build: Build) -> Path:
