@@ -37,6 +37,8 @@ class Pair:
     inputs: Any
     base: Outputs
     candidate: Outputs
+    settled: bool = False
+    """Whether the candidate wrote what it returned: other memory gave the same bits."""
 
     @property
     def names(self) -> list[str]:
@@ -56,7 +58,7 @@ class Pair:
         """Return outputs of a side, to be judged."""
         return Judged(
             who=self.who, stage=self.stage, case=self.case, inputs=self.inputs, got=got,
-            settled=True,
+            settled=self.settled,
         )  # fmt: skip
 
 

@@ -101,9 +101,11 @@ def _items(base: Side, candidate: Side) -> Iterator[Item]:
             yield _whole(left, why)
             continue
         out = [(s.name, k["unavailable"]) for s, k in ((base, left), (candidate, right))]
-        missing = [f"the {name} cannot run here: {why}" for name, why in out if why]
-        if missing:
-            yield _whole(left, "; ".join(dict.fromkeys(missing)))
+        cannot = [f"the {name} cannot run here: {why}" for name, why in out if why]
+        if len(cannot) == len(out):
+            cannot = [f"no side can run here: {left['unavailable']}"]
+        if cannot:
+            yield _whole(left, cannot[0].rstrip("."))
             continue
         yield from _cases(base, candidate, (old, new), explainer)
 
@@ -120,19 +122,24 @@ def _cases(
     old, new = names
     stage = base.kernels[old]["stage"]
     explained: dict[tuple[object, ...], int] = {}
+    refusal, some = "", False
     for (name, key), left in base.cases.items():
         if name != old:
             continue
         right = candidate.cases.get((new, key))
+        if left.get("declined") and (right is None or right.get("declined")):
+            refusal = refusal or f"no side takes {key}: {left['declined'].rstrip('.')}"
+            continue
+        some = True
         if right is None:
             # a side that was lost has said so
             yield _apart(stage, new, key, "the candidate did not come to it")
-        elif left.get("declined") and right.get("declined"):
-            continue
         elif "file" in left and "file" in right:
             yield _compared(stage, new, key, (left, right), explainer, explained)
         else:
             yield _not_run(stage, new, key, left, right)
+    if refusal and not some:
+        yield _whole(base.kernels[old], refusal)
 
 
 def _apart(stage: str, kernel: str, key: str, reason: str) -> Item:
@@ -168,7 +175,13 @@ def _compared(
         for side, tensors in ((side, load_tensors(side["file"])) for side in told)
     )
     pair = Pair(
-        who=kernel, stage=own, case=case, inputs=own.inputs(case), base=base, candidate=candidate
+        who=kernel,
+        stage=own,
+        case=case,
+        inputs=own.inputs(case),
+        base=base,
+        candidate=candidate,
+        settled=told[1]["settled"],
     )
     found = pair.differences()
     compared, differing = sum(d.of for d in found), wrong(found)

@@ -2,7 +2,8 @@
 
 ``python -P -m moe_parity.harness.evidence.compare_side REQUEST.json``.  What happens is told
 line by line in the file that the request names, the case before its call, so that whoever waits
-knows where a side is, was killed or hangs.  Two sides never share a process: they may have the same names.
+knows where a side is, was killed or hangs.  Two sides never share a process: kernels, files and the
+modules beside them may have the same names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +34,16 @@ from moe_parity.harness.plugin import choose_device
 from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel, all_kernels, select
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, ScaleFormat, Skip, Why, parse_id
+from moe_parity.references.language import Case, ScaleFormat, Why, parse_id
 
 DRAWN = 60
 """The budget of sizes, as ``parity check`` has one for the cases that it draws."""
 SIZES = 24
 FORMATS = 24
 """Cases that are met once in every size and format, at most."""
+TWICE_BELOW = 5.0
+"""Seconds of a call up to which it is made a second time, on memory with other contents: on the
+virtual GPU a large case may take half a minute, and small ones have shown what memory does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +137,8 @@ def chosen(kernel: Kernel, device: str, seed: int = 0) -> list[Case]:
     """Return the cases of a comparison: those that tell decisions, every format, many sizes.
 
     The first are those of ``parity identify``, in every scale format of the stage whether the
-    kernel takes it or not: what the other side takes is asked for as well.
+    kernel takes it or not: what the other side takes is asked for as well.  What takes the virtual
+    GPU too long is left out where anything else is left.
     """
     telling: list[Case] = []
     for group in GROUPS if "group" in kernel.stage.reads else GROUPS[:1]:
@@ -149,29 +155,40 @@ def chosen(kernel: Kernel, device: str, seed: int = 0) -> list[Case]:
     step = -(-len(small) // FORMATS) or 1
     others = [*small[::step], *swept(kernel, device, DRAWN, seed)[:SIZES]]
     others = [dataclasses.replace(case, seed=seed) for case in others]
-    return list({(case.id, case.seed): case for case in [*telling, *others]}.values())
+    every = list({(case.id, case.seed): case for case in [*telling, *others]}.values())
+    costly = [case for case in every if _over_budget(kernel, case, device)]
+    within = [case for case in every if case not in costly]
+    if costly and all(kernel.declines(case, device) is not None for case in within):
+        within.append(min(costly, key=kernel.cost))  # slow, and all that there is
+    return within
+
+
+def _over_budget(kernel: Kernel, case: Case, device: str) -> bool:
+    skip = skip_of(kernel, case, device)
+    return skip is not None and skip.why is Why.BUDGET
 
 
 def _case(kernel: Kernel, case: Case, device: str, file: Path) -> dict[str, Any]:
-    """Run a case twice, on memory with other contents; return what became of it."""
-    reason: Skip | str | None = kernel.stage.refusal(case)
-    if reason is None:
-        skip = skip_of(kernel, case, device)
-        # bits are compared with bits: a chip without a model is as good as any
-        reason = None if skip is not None and skip.why is Why.NEEDS_CHIP else skip
+    """Run a case, twice where it is short; return what became of it."""
+    # a chip without a model is as good as any: bits are compared with bits
+    reason = kernel.declines(case, device)
     if reason is not None:
-        return {"declined": str(reason).removeprefix(f"{kernel.name}: ")}
+        return {"declined": str(reason)}
     try:
         made = kernel.stage.inputs(case, device)
-        first = run(kernel, case, made)
-        with other_order(kernel, case, device):
-            second = run(kernel, case, made, poison=POISONS[1])
+        start = time.monotonic()
+        first = second = run(kernel, case, made)
+        if time.monotonic() - start < TWICE_BELOW:
+            with other_order(kernel, case, device):
+                second = run(kernel, case, made, poison=POISONS[1])
     except BROKEN as error:
         if isinstance(error, ParityError) and kernel.stage.may_be_refused(case):
             return {"declined": str(error)}
         return _failed(raised(kernel, case, error))
-    found = memories.memory(kernel, case, made, device, first, second)
-    cause = found.cause or found.hit
+    cause, settled = None, False
+    if second is not first:
+        found = memories.memory(kernel, case, made, device, first, second)
+        cause, settled = found.cause or found.hit, found.settled
     if cause is not None:
         words = f"{kernel.stage} of {kernel.name} {cause.words} on {case.id}."
         return {
@@ -179,7 +196,7 @@ def _case(kernel: Kernel, case: Case, device: str, file: Path) -> dict[str, Any]
         }  # fmt: skip
     outputs = {name: tensor.cpu().contiguous().clone() for name, tensor in first.outputs.items()}
     save_file(outputs, file)
-    return {"file": str(file), "names": list(outputs)}
+    return {"file": str(file), "names": list(outputs), "settled": settled}
 
 
 def _failed(verdict: Verdict) -> dict[str, Any]:
