@@ -99,7 +99,8 @@ class Comparison:
         parts = [_counted(state, number[state]) for state in State if number[state]]
         told = ", ".join(parts) or "nothing compared"
         if self.status == "changed":
-            return f"something changed: {told}"
+            rest = f"; {self.unfinished}" if self.unfinished else ""
+            return f"something changed: {told}{rest}"
         if self.status == "incomplete":
             return f"{self.unfinished or 'nothing was comparable'} ({told})"
         return f"nothing changed: {told}"
