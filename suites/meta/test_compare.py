@@ -167,7 +167,7 @@ def pair(stage: str, case: Case, base: Recipe, candidate: Recipe) -> Pair:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", ["weight_quant", "swiglu_quant", "fc1", "combine", "layer"])
+@pytest.mark.parametrize("stage", ["swiglu_quant", "layer"])
 def test_the_decision_that_changed_is_among_the_causes(stage):
     """Of a layer it is looked for in the stages inside."""
     case = CASES[stage]
@@ -206,13 +206,13 @@ def test_cases_are_the_same_at_every_call_and_another_seed_draws_others():
 
 def test_kernels_of_ours_give_the_same_bits_twice(tmp_path):
     """What is no function of its inputs would be accused by every comparison."""
-    given = [("", "fp32-m3-e4-k2-h128-i128@1"), ("", "ue8m0-m3-h128@0"), ("", "fp32-m3-h128@0")]
-    names = ("ours_combine", "ours_act_quant", "ours_align")
+    given = [("", "fp32-m3-e4-k2-h128@1"), ("", "fp32-m3-h128@0")]
+    names = ("ours_combine", "ours_act_quant")
     request = Request(
         targets=names, device="cpu", cases=tuple(given), told="", folder=str(tmp_path)
     )
     told = [line for line in serve(request) if line["kind"] == "case"]
-    assert len(told) == 9
+    assert len(told) == 4
     ran = [line for line in told if "file" in line]
     assert {line["kernel"] for line in ran} == set(names)
     assert all("file" in line or "declined" in line for line in told)
