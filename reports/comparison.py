@@ -124,7 +124,9 @@ def _counted(state: State, number: int) -> str:
 # --- words ---------------------------------------------------------------------------------------
 
 CAUSES = 4
-"""Different causes of one stage of one kernel that are said."""
+"""Cases of one cause that are named."""
+REASONS = 8
+"""Reasons of a stage why cases are not comparable that are said."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,12 @@ def lines(comparison: Comparison) -> Iterator[str]:
                 cases = ", ".join(item.case for item in group.items[:CAUSES])
                 more = f" and {len(group.items) - CAUSES} more" * (len(group.items) > CAUSES)
                 yield f"    in {len(group.items)} cases: {cases}{more}"
-        for reason, many in reasons(items):
+        why = reasons(items)
+        for reason, many in why[:REASONS]:
             yield f"  not comparable, {many:,}: {reason}"
+        if len(why) > REASONS:
+            rest = sum(many for _, many in why[REASONS:])
+            yield f"  not comparable, {rest:,}: for {len(why) - REASONS} other reasons (--json)"
     mark = {"changed": "✗", "incomplete": "!", "same": "✓"}[comparison.status]
     yield f"{mark} {comparison.sentence}."
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import load_file as load_tensors
 
 from moe_parity.harness.evidence.compare_bits import Explainer, Pair, wrong
 from moe_parity.harness.evidence.compare_process import Side, Told, served
+from moe_parity.references.errors import ParityError
 from moe_parity.references.language import parse_id
 from moe_parity.references.stages import stage_named
 from moe_parity.reports.comparison import Comparison, Item, State
@@ -46,8 +49,7 @@ def compare(ask: Ask) -> Comparison:
 
     Raises ParityError, one sentence, for a side that cannot be loaded.
     """
-    with tempfile.TemporaryDirectory(prefix="parity-compare-") as name:
-        folder = Path(name)
+    with _folder() as folder:
         given = [("", key if "@" in key else f"{key}@{ask.seed}") for key in ask.cases] or None
         base = _run(ask, 0, given, folder)
         wanted = given if given is not None else [*base.cases]
@@ -62,12 +64,27 @@ def compare(ask: Ask) -> Comparison:
     )  # fmt: skip
 
 
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Give a temporary folder; raises ParityError where there is none to be had."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="parity-compare-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ParityError(
+            f"no temporary folder for the outputs of both sides: {error.strerror}; set TMPDIR."
+        ) from None
+    with made as name:
+        yield Path(name)
+
+
 def _run(ask: Ask, which: int, cases: Any, folder: Path) -> Side:
     request = {
         "targets": (ask.base, ask.candidate)[which], "vendor": ask.vendor, "device": ask.device,
         "seed": ask.seed, "cases": cases,
     }  # fmt: skip
     name = ("base", "candidate")[which]
+    if sys.stderr.isatty():
+        print(f"running the {name}: {ask.names[which]}", file=sys.stderr)
     return served(name, request, folder, seconds=ask.seconds, variables=ask.variables[which])
 
 

@@ -50,14 +50,16 @@ def compare(base: Path, candidate: Path, *, any_version: bool = False) -> Compar
     old, new = _read(base), _read(candidate)
     setting = _setting(old, new, any_version=any_version)
     known = {record.id: record for record in new.records}
-    items = [
-        item
-        for record in old.records
-        if (item := _pair(record, known.pop(record.id, None), setting)) is not None
-    ]
+    items = []
+    for record in (r for r in old.records if r.check != ITEM_CHECK):
+        other = known.pop(record.id, None)
+        if other is None:
+            items.append(_apart(record, setting.of(record) or _missing("candidate", new, record)))
+        else:
+            items.append(_pair(record, other, setting))
     for record in known.values():
         if record.check != ITEM_CHECK:
-            items.append(_apart(record, setting.of(record) or "the base has no such record"))
+            items.append(_apart(record, setting.of(record) or _missing("base", old, record)))
     moved = {item.case.rpartition(":")[0] for item in items if item.state is not State.SAME}
     items += list(_tests(old, new, setting, moved))
     notes = [*_notes(old, new)]
@@ -69,6 +71,13 @@ def compare(base: Path, candidate: Path, *, any_version: bool = False) -> Compar
         base=str(base), candidate=str(candidate), items=tuple(items), notes=tuple(notes),
         unfinished=_unfinished(old, new, items),
     )  # fmt: skip
+
+
+def _missing(side: str, run: Run, record: Record) -> str:
+    """Say why a side lacks a record: it skips the whole test, or does not have it."""
+    skips = (r.reason for r in run.tests if r.nodeid == record.nodeid and r.verdict == "skip")
+    reason = next(skips, "")
+    return f"the {side} skips it: {reason}" if reason else f"the {side} has no such record"
 
 
 def _read(path: Path) -> Run:
@@ -127,16 +136,14 @@ def _notes(old: Run, new: Run) -> Iterator[str]:
 # --- records -------------------------------------------------------------------------------------
 
 
-def _pair(old: Record, new: Record | None, setting: Setting) -> Item | None:
-    """Return what became of a record, None for one that speaks for a test."""
-    if old.check == ITEM_CHECK:
-        return None
+def _pair(old: Record, new: Record, setting: Setting) -> Item:
+    """Return what became of a record that both sides have."""
     reason = setting.of(old)
-    if reason or new is None:
-        return _apart(old, reason or "the candidate has no such record")
+    if reason:
+        return _apart(old, reason)
     skips = [r.verdict == "skip" for r in (old, new)]
     if all(skips):
-        return _apart(old, f"both skip it: {old.reason}")
+        return _apart(old, "both skip it")
     if any(skips):
         side, skipped = ("base", old) if skips[0] else ("candidate", new)
         return _apart(old, f"the {side} skips it: {skipped.reason}")

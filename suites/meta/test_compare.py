@@ -33,7 +33,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     base, candidate = written(folder)
     files = ["--json", str(folder / "c.json"), "--markdown", str(folder / "c.md")]
     sides = ["--kernel", str(base), "--against", str(candidate), "--device", "cpu"]
-    status = cli.main(["compare", *sides, "--case", CASE, "--case", "ue8m0-m2-h128", *files])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        status = cli.main(["compare", *sides, "--case", CASE, "--case", "ue8m0-m2-h128", *files])
     told = json.loads((folder / "c.json").read_text())
     assert sorted(p.name for p in folder.iterdir()) == ["base", "c.json", "c.md", "candidate"]
     assert not list(folder.glob("*/__pycache__")), "a file that changes soon again would be stale"
@@ -137,8 +139,8 @@ def test_a_side_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     monkeypatch.setattr(compare_process, "ENTRY", "sleeps")
     variables = {"PYTHONPATH": str(tmp_path)}
-    side = served("candidate", {}, tmp_path, seconds=1.0, variables=variables)
-    assert side.lost == "it ran longer than the limit of 1 s at k-b@0"
+    side = served("candidate", {}, tmp_path, seconds=5.0, variables=variables)
+    assert side.lost == "it ran longer than the limit of 5 s at k-b@0"
     assert list(side.cases) == [("k", "a@0")]
     child = int((tmp_path / "candidate/child").read_text())
     state = Path(f"/proc/{child}/stat")
@@ -150,7 +152,7 @@ def test_how_a_side_ended_is_said_with_its_last_words(tmp_path, monkeypatch):
     code = "import os, sys\nprint('out of memory', file=sys.stderr, flush=True)\nos._exit(9)\n"
     (tmp_path / "ends.py").write_text(code)
     monkeypatch.setattr(compare_process, "ENTRY", "ends")
-    side = served("base", {}, tmp_path, seconds=5.0, variables={"PYTHONPATH": str(tmp_path)})
+    side = served("base", {}, tmp_path, seconds=60.0, variables={"PYTHONPATH": str(tmp_path)})
     assert side.lost == "it exited with 9 while it was loaded: out of memory"
 
 
@@ -217,4 +219,3 @@ def test_kernels_of_ours_give_the_same_bits_twice(tmp_path):
     assert {line["kernel"] for line in ran} == set(names)
     assert all("file" in line or "declined" in line for line in told)
     assert all(os.path.getsize(line["file"]) for line in ran)
-    assert all(line["settled"] for line in ran)

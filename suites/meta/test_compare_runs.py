@@ -93,6 +93,9 @@ def test_records_of_one_side_alone_are_said(tmp_path):
         ("t:c:exact", "the base has no such record"),
     ]
     assert told["exit"] == 0
+    skipped = record("b", check="test", verdict="skip", reason="No GPU.")
+    told = compared(tmp_path, [record("a"), record("b")], [record("a"), skipped])
+    assert told["items"][1]["reason"] == "the candidate skips it: No GPU."
 
 
 def test_a_test_that_broke_is_a_new_failure(tmp_path):
@@ -160,8 +163,11 @@ def test_causes_that_overlap_are_one_row(tmp_path, capsys):
 def test_a_comment_is_escaped_and_below_sixty_kib(tmp_path):
     message = "<script>|`x`_ [a](b) " * 40
     names = [f"c{n}" for n in range(400)]
-    reds = [record(n, kernel=f"k{n}", **RED | {"message": message}) for n in names]
-    base = kept(tmp_path / "a.jsonl", *(record(n, kernel=f"k{n}") for n in names))
+    about = [{"kernel": f"k{n}", "stage": f"s{n % 4}"} for n in range(400)]
+    red = RED | {"message": message}
+    reds = [record(n, **red | a) for n, a in zip(names, about, strict=True)]
+    greens = [record(n, **a) for n, a in zip(names, about, strict=True)]
+    base = kept(tmp_path / "a.jsonl", *greens)
     new = kept(tmp_path / "b.jsonl", *reds)
     out = tmp_path / "c.md"
     assert cli.main(["compare", str(base), str(new), "--markdown", str(out)]) == 1
@@ -169,6 +175,7 @@ def test_a_comment_is_escaped_and_below_sixty_kib(tmp_path):
     assert len(text.encode()) <= 60 << 10
     assert "\\<script\\>\\|\\`x\\`\\_" in text
     assert "<script>" not in text
+    assert text.endswith("more lines were cut; `parity compare --json` has them.\n")
 
 
 # --- digests --------------------------------------------------------------------------------------
