@@ -39,13 +39,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     told = json.loads((folder / "c.json").read_text())
     assert sorted(p.name for p in folder.iterdir()) == ["base", "c.json", "c.md", "candidate"]
     assert not list(folder.glob("*/__pycache__")), "a file that changes soon again would be stale"
-    return told | {"exit": status, "markdown": (folder / "c.md").read_text()}
+    return dict(told) | {"exit": status, "markdown": (folder / "c.md").read_text()}
 
 
 def item(found: dict, kernel: str) -> dict:
     own = [one for one in found["items"] if one["kernel"] == kernel]
     assert len(own) == 1
-    return own[0]
+    return dict(own[0])
 
 
 def test_one_rounding_is_named_and_the_status_says_that_something_changed(found):
@@ -178,6 +178,7 @@ def test_the_decision_that_changed_is_among_the_causes(stage):
     verdict = Explainer().explain(one)
     names = [name.rpartition(": ")[2] for name in verdict.causes]
     assert label.rpartition(": ")[2] in names
+    assert (verdict.stage in STAGES) == (stage == "layer"), "the stage inside where it starts"
 
 
 def test_a_base_of_no_known_recipe_says_where_bits_first_differ():

@@ -46,7 +46,7 @@ def compared(tmp_path: Path, base: Record | list, candidate: Record | list, **ot
     old = kept(tmp_path / "base.jsonl", *sides[0])
     new = kept(tmp_path / "new.jsonl", *sides[1], **other)
     status = cli.main(["compare", str(old), str(new), "--json", str(tmp_path / "c.json")])
-    return json.loads((tmp_path / "c.json").read_text()) | {"exit": status}
+    return dict(json.loads((tmp_path / "c.json").read_text())) | {"exit": status}
 
 
 RED = {"verdict": "fail", "cause_kind": "mistake", "cause": "k_tail", "message": "K tail lost."}
