@@ -43,6 +43,9 @@ class Record:
     name (`quant.apply=divide`, `k_tail`, `unwritten`), and the names of what explains the same bits
     as well. Reports group by the first two. A `cause` without a kind is no reason but what the
     check was about, for instance the mutant that it killed.
+
+    `digest` is `<case id>@<seed> <digest>` of the outputs that a check of bits judged, empty where
+    it judged several cases, and in files of before.
     """
 
     id: str
@@ -82,6 +85,7 @@ class Record:
     cause: str = ""
     alternatives: tuple[str, ...] = ()
     repro: str = ""
+    digest: str = ""
     seconds: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
     band: Mapping[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_parity.harness.checks.compare import Difference, where
+from moe_parity.harness.checks.compare import Difference, digest, where
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.verdict import Verdict, caused
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
@@ -79,6 +79,7 @@ def _verdict(judged: Judged, recipe: Recipe, found: list[Difference], check: str
         compared=sum(d.of for d in found), differing=wrong, code_flips=sum(codes),
         # 0 beside codes that differ would seem to speak of them
         max_ulp=None if wrong and not ulp else ulp, rel_err_bf16=bf16, rel_err_f64=f64,
+        digest=digest(judged.outputs, judged.got, judged.live),
     )  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def expect_sizes(
         compared += verdict.compared
     assert verdict is not None
     if not verdict.failed:
-        verdict = dataclasses.replace(verdict, compared=compared)
+        verdict = dataclasses.replace(verdict, compared=compared, digest="")
     record(kernel, case, device, [verdict], recorder)
 
 
@@ -216,6 +216,9 @@ def fields(
     told = verdict.fields()
     stage = told.pop("stage") or kernel.stage.name
     told.pop("sequence"), told.pop("config")  # the line that reproduces it says them
+    if verdict.digest:
+        # a drawn case is another one in another run: bits are compared where the cases are one
+        told["digest"] = f"{case.id}@{case.seed} {verdict.digest}"
     return (
         told
         | labels(kernel, case)

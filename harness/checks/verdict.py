@@ -40,6 +40,8 @@ class Verdict:
     """The calls, ``<kernel>-<case id>@<seed>``, that reproduce it where one call does not."""
     config: str = ""
     """The configuration that reproduces it, by name or number, where the first does not."""
+    digest: str = ""
+    """Of the bits that were judged (``checks.compare.digest``)."""
     rel_err_bf16: float | None = None
     rel_err_f64: float | None = None
 

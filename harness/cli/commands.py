@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_parity.harness.cli import case_from, map_options
+from moe_parity.harness.cli import case_from, compare_options, map_options
 from moe_parity.harness.session import environment
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import Run
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
     _add_identify(add("identify", "name the recipe of a kernel, or of outputs in a file"))
+    compare_options.add_to(add("compare", "say what changed between a base and a candidate"))
     map_options.add_to(add("map", "say at which number of tokens a token's bits change, and why"))
     repro = add("repro", "run again what a record is about")
     repro.add_argument(
@@ -367,6 +368,7 @@ def _identify(args: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "check": _check,
+    "compare": compare_options.run,
     "fuzz": _fuzz,
     "identify": _identify,
     "report": _report,
@@ -380,7 +382,11 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        args = _parser().parse_args(given)
+    except SystemExit as refusal:
+        raise SystemExit(compare_options.usage_status(given, int(refusal.code or 0))) from None
     try:
         status = _COMMANDS[args.command](args)
         sys.stdout.flush()

@@ -96,6 +96,7 @@ def _fold(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         folded["mutant_distance"] = sum(call["mutant_distance"] for call in told)
     if SEVERITY[folded["verdict"]] < bad:
         folded |= _shared_labels(old, new)
+    folded.pop("digest", None)  # of one example: the others are as much the record's
     folded["examples"] = old["examples"] + 1
     folded["seconds"] = old.get("seconds", 0.0) + new.get("seconds", 0.0)
     folded["sources"] = {**old.get("sources", {}), **new.get("sources", {})}
