@@ -174,6 +174,7 @@ class _Grouped(Stage[GroupedRows]):
         ids = own.take("ids", 2, IDS).int()
         w = own.take("w", 3, CODES_OF)
         experts, n, k = w.shape
+        case = dataclasses.replace(case, e=experts * case.ep_size)
         rows = ids.shape[0] if self.shared else ids.numel()
         blocks = -(-k // BLOCK)
         fp32 = (torch.float32,)
@@ -187,8 +188,7 @@ class _Grouped(Stage[GroupedRows]):
             bias=own.take("bias", 2, fp32, (experts, n)) if "bias" in own else None,
         )  # fmt: skip
         h, i = (k, n // 2) if self.shared else (n, k)
-        e = experts * case.ep_size
-        return dataclasses.replace(case, m=ids.shape[0], e=e, k=ids.shape[1], h=h, i=i), given
+        return dataclasses.replace(case, m=ids.shape[0], k=ids.shape[1], h=h, i=i), given
 
     def cost(self, case: Case) -> int:
         """Count blocks of 16 rows by 64 columns, times blocks of K."""
