@@ -1,7 +1,8 @@
 """The pytest plugin: options, header, kernel selection and fixtures of a parity run.
 
-Loaded by the root conftest.py, by `parity check`, and by anyone with
-`-p moe_parity.harness.plugin`. An option on the command line beats the environment variable,
+Loaded by the root conftest.py, by `parity check`, and in any repository by `pytest_plugins`, by
+`-p moe_parity.harness.plugin`, or by the option `--parity`, which the installed entry point
+(`moe_parity_pytest.py`) waits for. An option on the command line beats the environment variable,
 which beats the ini setting:
 
 | option                | environment       | ini setting        | default |
@@ -12,12 +13,15 @@ which beats the ini setting:
 | --parity-require-gpu  |                   | parity_require_gpu | off     |
 | --parity-kernel       |                   | parity_kernel      | all     |
 | --parity-seed         | MOE_PARITY_SEED   | parity_seed        | none: new cases every time |
-| --parity-timeout      |                   | parity_timeout     | 120 s on a CPU, 300 on a GPU |
+| --parity-timeout      |                   | parity_timeout     | 120 s (CPU), 300 (GPU) |
 | --parity-shapes       |                   | parity_shapes      | all     |
 | --parity-shard        |                   | parity_shard       | all     |
 | --parity-last-failed  |                   | parity_last_failed | off     |
 | --parity-case-from    |                   | parity_case_from   | none    |
 | --hypothesis-profile  | MOE_PARITY_PROFILE|                    | dev; ci under CI |
+
+Elsewhere is any repository but this one: tests that are not ours keep their hypothesis profile,
+their time (no timeout), the GPUs, threads and restarts of their workers (`session/place.py`).
 
 Fixtures, all of them for the session: `parity_recorder`, `parity_device`, `parity_seed`,
 `parity_gpu`.
@@ -37,6 +41,7 @@ from hypothesis import settings as hypothesis_settings
 from moe_parity.harness.session import environment, guesses
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
+from moe_parity.harness.session.place import is_ours
 from moe_parity.harness.session.recorder import Recorder
 from moe_parity.harness.session.selection import (
     SHARD,
@@ -50,10 +55,6 @@ from moe_parity.harness.session.skips import NO_GPU, skip_test
 from moe_parity.harness.session.watch import ON_CPU, ON_GPU, Overrun, Watch
 from moe_parity.references.chips import why_not_modelled
 from moe_parity.references.errors import ParityError
-
-# Before anything imports torch: a worker of xdist sees one GPU and its share of the cores.
-environment.bind_worker_gpu()
-environment.share_cores()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(option, dest=f"parity_{name.replace('-', '_')}", help=text, **keywords)
         parser.addini(f"parity_{name.replace('-', '_')}", f"{option}: {text}", ini, default=None)
 
+    group.addoption(
+        "--parity",
+        action="store_true",
+        help="load this plugin, where neither a conftest.py nor -p does",
+    )
     add("out", "string", "write results.jsonl to this folder", metavar="DIR", default=None)
     add(
         "report",
@@ -118,7 +124,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "timeout",
         "string",
         f"seconds that one case may take, 0 for any (default: {ON_CPU:g} on a CPU, {ON_GPU:g} on a "
-        "GPU)",
+        "GPU; in other repositories any)",
         metavar="S",
         default=None,
     )
@@ -142,7 +148,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _resolve(config: pytest.Config) -> Options:
+def _resolve(config: pytest.Config, ours: bool) -> Options:
     def value(name: str, variable: str = "") -> Any:
         given = config.getoption(f"parity_{name}")
         if given is None and variable:
@@ -169,7 +175,7 @@ def _resolve(config: pytest.Config) -> Options:
         require_gpu=require_gpu,
         kernels=tuple(value("kernel") or ()),
         seed=seed,
-        timeout=_seconds(value("timeout"), ON_CPU if device == "cpu" else ON_GPU),
+        timeout=_seconds(value("timeout"), (ON_CPU if device == "cpu" else ON_GPU) * ours),
         shapes=Shapes.parse(value("shapes")),
         shard=Shard.parse(value("shard")),
         failed=failed_before(folder) if last and folder else None,
@@ -244,10 +250,16 @@ def pytest_configure(config: pytest.Config) -> None:
         "is about; select exactly with -m \"moe(scale='ue8m0')\"",
     )
     config.addinivalue_line("markers", "untouched: runs first, on kernels that no test has called")
+    ours = is_ours(config.rootpath)
+    if ours:
+        # before anything imports torch: a worker of xdist sees one GPU and its share of the cores
+        environment.bind_worker_gpu()
+        environment.share_cores()
     try:
-        options = _resolve(config)
+        options = _resolve(config, ours)
         # hypothesis itself loads --hypothesis-profile after this
-        settings.activate(times=settings.CHOSEN if options.kernels else 1)
+        if ours or os.environ.get(settings.VARIABLE):
+            settings.activate(times=settings.CHOSEN if options.kernels else 1)
         config.stash[SELECTED] = load_kernels(options.kernels, options.timeout)
     except ParityError as error:
         raise pytest.UsageError(str(error)) from None
@@ -263,6 +275,7 @@ def pytest_configure(config: pytest.Config) -> None:
         seed=options.seed,
         selected=config.stash[SELECTED],
         timeout=options.timeout,
+        ours=ours,
         chosen={
             option: str(value)
             for option, value in (
@@ -276,7 +289,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     session.notes.extend(environment.misspelt())
     config.stash[SESSION] = session
-    if getattr(config.option, "maxworkerrestart", "") is None:
+    if ours and getattr(config.option, "maxworkerrestart", "") is None:
         # a kernel that crashes is left alone after some cases: no need to end the run for it
         config.option.maxworkerrestart = "1000"
     config.pluginmanager.register(session, "moe-parity-session")

@@ -72,10 +72,14 @@ def param(kernel: Kernel, case: Case, *extra: str) -> ParameterSet:
 
 def labels(kernel: Kernel, case: Case) -> dict[str, Any]:
     """Return what a test of a kernel on a case is about, as marks and records say it."""
-    stage = kernel.stage
+    return {"kernel": kernel.name, **words_of(kernel.stage, case)}
+
+
+def words_of(stage: Stage[Any], case: Case) -> dict[str, Any]:
+    """Return the stage, and the words of a case that it reads, as marks and records say them."""
     words = {"scale": case.scale.value, "layout": case.layout.value, "dtype": case.dtype.value}
     said = {word: value for word, value in words.items() if word in stage.reads}
     if case.mid_scale is not None:
         said["mid"] = case.mid_scale.value
     ep = f"{case.ep_rank}of{case.ep_size}" if case.ep_size > 1 else ""
-    return {"kernel": kernel.name, "stage": stage.name, **said, "clamp": case.clamp, "ep": ep}
+    return {"stage": stage.name, **said, "clamp": case.clamp, "ep": ep}

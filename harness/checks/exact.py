@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from moe_parity.harness.checks.verdict import Verdict, caused
 from moe_parity.harness.diagnosis.cause import Cause, CauseKind, opened
 from moe_parity.harness.diagnosis.search import diagnose
 from moe_parity.harness.diagnosis.stored import stored_at
-from moe_parity.references.language import Recipe
+from moe_parity.references.language import Check, Recipe
 from moe_parity.references.language.stage import Kind, Outputs
 
 NO_ROUNDING = "no_rounding"
@@ -66,6 +67,41 @@ def exact(
     if power and verdict.compared <= MEASURE_BELOW:
         return _with_power(verdict, judged, recipe, want)
     return verdict
+
+
+def every_stage(
+    judged: Judged,
+    recipes: tuple[Recipe, ...],
+    *,
+    power: bool = False,
+    search: bool = True,
+    cause: Cause | None = None,
+) -> Iterator[Verdict]:
+    """Yield the verdicts of the stages inside, each on its own upstream tensors, then of the whole.
+
+    The arguments are those of :func:`exact`.  Of a stage that may return its last output alone
+    the whole is that output, and where others were shown its cause stands with them.
+    """
+    stage, got, starts = judged.stage, judged.got, []
+    for inner in stage.inner(judged.case, judged.inputs, got):
+        own = dataclasses.replace(
+            judged, stage=inner.stage, case=inner.case, inputs=inner.inputs, got=inner.got
+        )
+        name = f"exact_{inner.stage}"
+        verdict = exact(own, recipes, check=name, power=power, search=search, cause=cause)
+        starts += [inner.stage.name] if verdict.failed else []
+        yield dataclasses.replace(verdict, stage=inner.stage.name)
+    name = f"exact_{stage}" if stage.partial else Check.EXACT
+    shown = not stage.partial or len(got) == 1
+    last = {list(got)[-1]: list(got.values())[-1]} if stage.partial else got
+    whole = dataclasses.replace(judged, got=last)
+    verdict = exact(
+        whole, recipes, check=name, power=power and shown, search=search and shown, cause=cause
+    )
+    if verdict.failed and starts:
+        message = f"{verdict.message} It starts in {' and '.join(starts)}."
+        verdict = dataclasses.replace(verdict, message=message)
+    yield verdict
 
 
 def _verdict(judged: Judged, recipe: Recipe, found: list[Difference], check: str) -> Verdict:

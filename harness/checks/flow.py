@@ -18,7 +18,7 @@ from moe_parity.harness.calling.poison import POISONS
 from moe_parity.harness.calling.run import Ran, other_order, run
 from moe_parity.harness.checks import memory as memories
 from moe_parity.harness.checks.compare import differences, where
-from moe_parity.harness.checks.exact import exact
+from moe_parity.harness.checks.exact import every_stage, exact
 from moe_parity.harness.checks.judged import Judged
 from moe_parity.harness.checks.memory import Memory
 from moe_parity.harness.checks.verdict import Verdict, caused, found
@@ -197,37 +197,12 @@ def _exact(
     again: Memory | Verdict | None,
 ) -> Iterator[Verdict]:
     """Judge the stages inside, each on the kernel's own upstream tensors, then the whole."""
-    stage, recipes = kernel.stage, kernel.recipes(case, device)
     cause, settled = (again.cause, again.settled) if isinstance(again, Memory) else (None, False)
-    starts = []
-    for inner in stage.inner(case, inputs, ran.outputs):
-        judged = Judged(
-            who=kernel.name, stage=inner.stage, case=inner.case, inputs=inner.inputs,
-            got=inner.got, settled=settled, guess=kernel.guess,
-        )  # fmt: skip
-        name = f"exact_{inner.stage}"
-        verdict = exact(judged, recipes, check=name, power=power, cause=cause)
-        starts += [inner.stage.name] if verdict.failed else []
-        yield _of_stage(verdict, inner.stage.name)
-    name = f"exact_{stage}" if stage.partial else Check.EXACT
-    got = {list(ran.outputs)[-1]: list(ran.outputs.values())[-1]} if stage.partial else ran.outputs
-    alone = len(ran.outputs) == 1
     judged = Judged(
-        who=kernel.name, stage=stage, case=case, inputs=inputs, got=got, settled=settled,
-        guess=kernel.guess,
+        who=kernel.name, stage=kernel.stage, case=case, inputs=inputs, got=ran.outputs,
+        settled=settled, guess=kernel.guess,
     )  # fmt: skip
-    searched = not stage.partial or alone
-    verdict = exact(
-        judged, recipes, check=name, power=power and searched, search=searched, cause=cause
-    )
-    if verdict.failed and starts:
-        message = f"{verdict.message} It starts in {' and '.join(starts)}."
-        verdict = _with(verdict, message=message)
-    yield verdict
-
-
-def _of_stage(verdict: Verdict, stage: str) -> Verdict:
-    return _with(verdict, stage=stage)
+    yield from every_stage(judged, kernel.recipes(case, device), power=power, cause=cause)
 
 
 def _with(verdict: Verdict, **changes: Any) -> Verdict:

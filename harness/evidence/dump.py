@@ -19,7 +19,7 @@ from moe_parity.harness.calling.canonical import BadOutput, canonical
 from moe_parity.harness.evidence import witness
 from moe_parity.kernels import Call
 from moe_parity.references.errors import ParityError
-from moe_parity.references.language import Case, Stage, parse_id
+from moe_parity.references.language import Case, ScaleFormat, Stage, parse_id
 from moe_parity.references.language.stage import Kind, Output
 from moe_parity.references.stages import stage_named
 
@@ -54,8 +54,19 @@ def read_dump(
     named = stage or metadata.get("stage")
     if named is None:
         raise ParityError(f"{path} does not say its stage: add --stage, such as --stage act_quant.")
-    words = case or metadata.get("case", "fp32")
-    return _own(path, stage_named(named), parse_id(f"it-{words}", seed)[1], tensors)
+    words = case or metadata.get("case", "")
+    return _own(path, stage_named(named), own_words(words, seed), tensors)
+
+
+def own_words(words: str, seed: int = 0) -> Case:
+    """Return the case of somebody's own tensors by the words that they do not say: ``ue8m0-c7``.
+
+    The scales are fp32 where the words do not say it.  Raises ParityError for what is no word.
+    """
+    if not isinstance(words, str):
+        raise ParityError(f"the case is {words!r:.60}, expected its words, such as 'ue8m0-c7'.")
+    named = words if set(words.split("-")) & set(ScaleFormat) else f"{ScaleFormat.FP32}-{words}"
+    return parse_id(f"case-{named.removesuffix('-')}", seed)[1]
 
 
 def known_schema(path: Path, metadata: Mapping[str, str]) -> None:
@@ -102,32 +113,25 @@ def _own(path: Path, stage: Stage[Any], case: Case, tensors: Mapping[str, Tensor
         raise ParityError(
             f"{path} holds {have}, and no output of {stage}, which are {', '.join(outputs)}."
         )
-    made = returned_of(path, stage, case, inputs, returned)
+    made = own_outputs(str(path), stage, case, inputs, returned, " holds ")
     return Dump(stage=stage, case=case, inputs=inputs, outputs=made)
 
 
-def returned_of(
-    path: Path,
-    stage: Stage[Any],
-    case: Case,
-    inputs: Any,
-    returned: Mapping[str, Tensor],
-    *,
-    partial: bool = False,
-) -> dict[str, Tensor]:
-    """Return a file's outputs in canonical form; raises ParityError for what does not fit.
+def own_outputs(
+    who: str, stage: Stage[Any], case: Case, inputs: Any, tensors: Mapping[str, Tensor], verb: str,
+    *, partial: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return outputs that exist already in canonical form; ``partial`` takes any of them.
 
-    ``partial`` takes any of them.
+    Raises ParityError for those that do not fit: ``who``, ``verb``, which output, what it is.
     """
     call = Call(case=case, stage=stage, inputs=inputs, allocate=_NoMemory())
+    blank = {n: _blank(out) for n, out in call.outputs.items()} if partial else {}
     try:
-        if partial:
-            whole = {name: _blank(out) for name, out in call.outputs.items()} | dict(returned)
-            made = canonical(str(path), call, whole)
-            return {name: tensor for name, tensor in made.items() if name in returned}
-        return canonical(str(path), call, returned)
+        made = canonical(who, call, blank | dict(tensors))
     except BadOutput as error:
-        raise ParityError(str(error).replace(" returned ", " holds ")) from None
+        raise ParityError(str(error).replace(" returned ", verb)) from None
+    return {name: tensor for name, tensor in made.items() if name in tensors or not partial}
 
 
 def _blank(output: Output) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from moe_parity.harness.session.recorder import item_name
+from moe_parity.harness.session.recorder import Named, item_name
 from moe_parity.reports.records import ITEM_CHECK, Record, count
 
 
@@ -27,15 +27,16 @@ def complaints(
     records: Sequence[Record],
     *,
     collected: Collection[str],
+    named: Named = item_name,
     kernels: Collection[str],
     expressions: Mapping[str, str],
     stopped: bool,
 ) -> list[Complaint]:
     """Return what speaks against a session.
 
-    ``collected`` are the node ids of all tests, ``kernels`` those that were asked for,
-    ``expressions`` what chose among the tests, by option; ``stopped`` says that results could not
-    be written any more.
+    ``collected`` are the node ids of all tests, ``named`` says how records call them, ``kernels``
+    those that were asked for, ``expressions`` what chose among the tests, by option; ``stopped``
+    says that results could not be written any more.
     """
     tests = [record for record in records if record.check == ITEM_CHECK]
     broken = any(record.verdict == "error" for record in tests)
@@ -44,7 +45,7 @@ def complaints(
     if lost and not stopped:
         text = f"{len(lost):,} of {count(len(collected), 'collected test')} left no record"
         found.append(Complaint(f"{text}, the first is {lost[0]}", 1))
-    names = Counter(item_name(nodeid)[1] for nodeid in collected)
+    names = Counter(named(nodeid)[1] for nodeid in collected)
     for name in sorted(name for name, times in names.items() if times > 1):
         found.append(Complaint(f"several tests are called {name}: rename all but one", 1))
     asked = _asked(expressions)

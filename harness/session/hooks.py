@@ -24,7 +24,7 @@ from hypothesis import settings as hypothesis_settings
 
 from moe_parity.harness.session import environment, guesses, provenance
 from moe_parity.harness.session.distrust import complaints
-from moe_parity.harness.session.recorder import Item, Recorder
+from moe_parity.harness.session.recorder import Item, Recorder, item_name, whole_name
 from moe_parity.harness.session.said import labels_of, one_line, reason_of
 from moe_parity.harness.session.skips import LOST_GPU, skip_test, why_of
 from moe_parity.harness.session.watch import TOO_MANY, Overrun, Watch, install, last_words
@@ -57,6 +57,7 @@ class Session:
         seed: int | None,
         selected: frozenset[str] | None,
         timeout: float,
+        ours: bool = True,
         chosen: Mapping[str, str] | None = None,
     ) -> None:
         self.chosen = dict(chosen or {})
@@ -71,7 +72,9 @@ class Session:
         self.notes: list[str] = []
         self.unwritten = ""
         """Why results could not be written, in a sentence that says where the rest of them is."""
-        self.recorder = Recorder(device=device, seed=seed, sink=self._write)
+        self.recorder = Recorder(
+            device=device, seed=seed, sink=self._write, named=item_name if ours else whole_name
+        )
         # what the controller of xdist gives a worker; empty elsewhere
         self._given: dict[str, Any] = getattr(config, "workerinput", {})
         self._worker: str | None = self._given.get("workerid")
@@ -358,6 +361,7 @@ class Session:
         known = complaints(
             records,
             collected=self._collected,
+            named=self.recorder.named,
             kernels=self.selected or frozenset(),
             expressions={"-k": option.keyword, "-m": option.markexpr} | self.chosen,
             stopped=bool(self._stop),

@@ -43,6 +43,21 @@ def item_name(nodeid: str) -> tuple[str, str]:
     return suite, f"{suite}/{name}" if "/" in suite else name
 
 
+def whole_name(nodeid: str) -> tuple[str, str]:
+    """Return (suite, name) of a node id in any repository, where a name may stand in many files.
+
+    `tests/test_quant.py::TestX::test_bits[a-b]` gives (`tests/test_quant.py`,
+    `tests/test_quant.py/TestX.test_bits:a-b`).
+    """
+    path, _, rest = nodeid.partition("::")
+    function, _, param = rest.partition("[")
+    return path, f"{path}/{function.replace('::', '.')}:{param.removesuffix(']')}"
+
+
+Named = Callable[[str], tuple[str, str]]
+"""A node id -> (suite, name)."""
+
+
 def as_label(value: object) -> str:
     """Return a parameter or marker value as text: None and False "", 7.0 "7", True "yes"."""
     if value is None or value is False:
@@ -118,11 +133,20 @@ def _shared_labels(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 class Recorder:
     """Takes what checks say (`add`) while a test runs, and hands on its records at its end."""
 
-    def __init__(self, *, device: str, seed: int | None, sink: Callable[[Record], None]) -> None:
+    def __init__(
+        self,
+        *,
+        device: str,
+        seed: int | None,
+        sink: Callable[[Record], None],
+        named: Named = item_name,
+    ) -> None:
         self.device = device
+        self.named = named
         self.seed = seed
         self.item: Item | None = None
         self._sink = sink
+        self._outer: Recorder | None = None  # of a session whose test runs this session
 
     def __repr__(self) -> str:
         """Stay short in the examples that hypothesis prints."""
@@ -154,13 +178,16 @@ class Recorder:
 
     def start(self, nodeid: str, labels: Mapping[str, Any]) -> Item:
         """Begin a test; `labels` are the fields that its parameters and marker set."""
-        self.item = Item(nodeid, labels)
+        global _running
+        self.item, self._outer, _running = Item(nodeid, labels), _running, self
         return self.item
 
     def finish(self) -> None:
         """End the test and hand on its records."""
+        global _running
         item, self.item = self.item, None
         if item is not None:
+            _running, self._outer = self._outer, None
             for record in self.records(item):
                 self._sink(record)
 
@@ -196,7 +223,7 @@ class Recorder:
         )
 
     def _record(self, item: Item, **values: Any) -> Record:
-        suite, name = item_name(item.nodeid)
+        suite, name = self.named(item.nodeid)
         given = {key: value for key, value in values.items() if value not in (None, "")}
         given.pop(_LEAST, None)
         record_id = f"{name}:{given['check']}"
@@ -206,3 +233,11 @@ class Recorder:
         given["seconds"] = round(given.get("seconds", 0.0), 4)
         own = {"id": record_id, "nodeid": item.nodeid, "suite": suite}
         return Record(**({"device": self.device} | dict(item.labels) | given | own))
+
+
+_running: Recorder | None = None
+
+
+def running() -> Recorder | None:
+    """Return the recorder of the running test; None outside of tests, and without the plugin."""
+    return _running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,9 @@ def only(
 def known_words(item: pytest.Item) -> set[str]:
     """Return the words of a test's case that its id leaves out, and the name of its stage."""
     params = getattr(getattr(item, "callspec", None), "params", {})
-    kernel, case = params.get("kernel"), params.get("case")
-    if kernel is None or not hasattr(kernel, "stage"):
+    kernel: Any = params.get("kernel")
+    case = params.get("case")
+    if not _is_kernel(kernel):
         return set()
     # Only a test that has loaded the kernels gets here: no torch for a bad option.
     from moe_parity.references.language import Case
@@ -48,7 +50,13 @@ def case_of(item: pytest.Item) -> tuple[Any, Any] | None:
     """Return the (kernel, case) that a test is about, None where it draws them or has none."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     kernel, case = params.get("kernel"), params.get("case")
-    return None if case is None or not hasattr(kernel, "stage") else (kernel, case)
+    return None if case is None or not _is_kernel(kernel) else (kernel, case)
+
+
+def _is_kernel(value: Any) -> bool:
+    """Whether a parameter is a kernel of a stage, not somebody's own object of that name."""
+    language = sys.modules.get("moe_parity.references.language.stage")
+    return language is not None and isinstance(getattr(value, "stage", None), language.Stage)
 
 
 # --- shapes -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from moe_parity.references.stages.gemm.stage import operand
 from moe_parity.references.stages.hazards import surround
 from moe_parity.references.stages.mistakes import placing
 from moe_parity.references.stages.mistakes.placing_told import align_told
-from moe_parity.references.stages.owned import CODES, IDS, Own
+from moe_parity.references.stages.owned import CODES, IDS, Own, experts_of
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert, place
 
 FEW_TOKENS = 64
@@ -86,8 +86,7 @@ class Align(Stage[RoutedRows]):
         if "codes" in own or self.name != "align":
             codes = own.take("codes", 2, CODES, (tokens,))
             scales = own.take("scales", 2, fp32, (tokens, -(-codes.shape[1] // BLOCK)))
-        e = max(case.e, int(ids.max()) + 1 if ids.numel() else 1)
-        e = -(-e // case.ep_size) * case.ep_size
+        e = experts_of(case, ids)
         case = dataclasses.replace(case, m=tokens, k=ids.shape[1], e=e, h=codes.shape[1])
         made = routed_rows(dataclasses.replace(case, m=0), str(ids.device))
         expert = local_expert(ids, case.first_expert, case.local_experts)

@@ -27,7 +27,7 @@ from moe_parity.references.language.recipe import Acting, Part, Recipe
 from moe_parity.references.language.stage import Kind, Output, Reads, Stage, Subset, filled
 from moe_parity.references.stages.hazards import embed, surround
 from moe_parity.references.stages.mistakes.combine import Sum, mistakes
-from moe_parity.references.stages.owned import IDS, Own
+from moe_parity.references.stages.owned import IDS, Own, experts_of
 from moe_parity.references.stages.routing import draw_ids, expert_map, local_expert
 
 
@@ -224,8 +224,7 @@ class Combine(Stage[ExpertRows]):
         if "ids" in own:
             ids = own.take("ids", 2, IDS, pairs).int()
         weights = own.take("weights", 2, (torch.float32,), pairs) if "weights" in own else None
-        e = max(case.e, int(ids.max()) + 1 if ids.numel() else 1)
-        e = -(-e // case.ep_size) * case.ep_size
+        e = experts_of(case, ids)
         case = dataclasses.replace(case, m=pairs[0], k=pairs[1], e=e, h=rows.shape[2])
         return case, ExpertRows(
             rows=rows, weights=weights, ids=ids, expert_map=expert_map(case, str(rows.device)),

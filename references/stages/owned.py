@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_parity.references.errors import ParityError
+from moe_parity.references.language.case import Case
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 CODES = (torch.uint8, torch.float8_e4m3fn)
@@ -50,3 +51,12 @@ class Own:
                 f"{kinds} [{', '.join(sizes)}]."
             )
         return found.view(torch.uint8) if found.dtype is torch.float8_e4m3fn else found
+
+
+def experts_of(case: Case, ids: Tensor) -> int:
+    """Return how many experts there are where no weights say it: the case's, or all that are named.
+
+    Where ids past the last expert are asked for, the case alone says it.
+    """
+    named = 1 if case.has_odd_ids or not ids.numel() else int(ids.max()) + 1
+    return max(case.e, named)

@@ -27,10 +27,13 @@ def command(folder: Path, *args: str) -> list[str]:
 
 
 class Suite:
-    """A folder with one test module."""
+    """A folder with one test module, which the plugin takes for our own suites."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        (folder / "suites").mkdir(parents=True, exist_ok=True)
+        (folder / "harness").mkdir(exist_ok=True)
+        (folder / "harness" / "plugin.py").touch()
 
     def write(self, text: str, name: str = "test_it.py") -> None:
         """Write a module whose imports are there already."""

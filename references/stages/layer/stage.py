@@ -78,23 +78,20 @@ class Layer(Stage[LayerInputs]):
         arrived = case.arrives is Arrival.QUANTIZED
         x = own.take("x", 2, CODES if arrived else (torch.bfloat16,))
         ids = own.take("ids", 2, IDS, (x.shape[0], None)).int()
-        w2 = own.take("w2", 3, CODES, (None, x.shape[1]))
-        count, h, i = w2.shape
-        w13 = own.take("w13", 3, CODES, (count, 2 * i, h))
-        tiles = -(-h // BLOCK), -(-i // BLOCK)
-        e = count * case.ep_size
-        case = dataclasses.replace(case, m=x.shape[0], e=e, k=ids.shape[1], h=h, i=i)
+        w2 = own.take("w2", 3, CODES, (None, x.shape[1], None))
+        (e, h, i), blocks = w2.shape, -(-x.shape[1] // BLOCK)
+        w13 = own.take("w13", 3, CODES, (e, 2 * i, h))
+        case = dataclasses.replace(case, m=x.shape[0], e=e * case.ep_size, k=ids.shape[1], h=h, i=i)
         batch = Routed(
             x=x, ids=ids,
             weights=own.take("weights", 2, fp32, tuple(ids.shape)) if "weights" in own else None,
         )  # fmt: skip
         if arrived:
-            scales = own.take("x_scale", 2, fp32, (x.shape[0], x.shape[1] // BLOCK))
+            scales = own.take("x_scale", 2, fp32, (x.shape[0], blocks))
             batch = Arrived(**vars(batch), x_scale=scales)
         experts = Experts(
-            w13=w13,
-            w13_scale=own.take("w13_scale", 3, fp32, (count, -(-2 * i // BLOCK), tiles[0])),
-            w2=w2, w2_scale=own.take("w2_scale", 3, fp32, (count, *tiles)),
+            w13=w13, w13_scale=own.take("w13_scale", 3, fp32, (e, -(-2 * i // BLOCK), blocks)),
+            w2=w2, w2_scale=own.take("w2_scale", 3, fp32, (e, blocks, -(-i // BLOCK))),
             first=case.first_expert,
         )  # fmt: skip
         return case, LayerInputs(batch=batch, experts=experts, asked=asked_of(case))

@@ -102,7 +102,7 @@ class Swiglu(Stage[GateUpRows]):
         expert = torch.zeros(count, dtype=torch.int64, device=rows.device)
         if "expert" in own:
             expert = own.take("expert", 1, IDS, (count,)).long()
-        counts = torch.bincount(expert[expert >= 0], minlength=1).int()
+        counts = torch.bincount(expert[expert >= 0], minlength=case.e).int()
         alpha, beta = case.gate.alpha_beta
         case = dataclasses.replace(case, m=count, e=counts.numel(), i=rows.shape[1] // 2)
         return case, GateUpRows(
