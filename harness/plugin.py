@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness.session import environment
+from moe_parity.harness.session import caches, environment
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
 from moe_parity.harness.session.recorder import Recorder
@@ -53,6 +53,7 @@ from moe_parity.references.errors import ParityError
 # Before anything imports torch: a worker of xdist sees one GPU and its share of the cores.
 environment.bind_worker_gpu()
 environment.share_cores()
+caches.provide()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_parity.harness.cli import map_options
-from moe_parity.harness.session import environment
+from moe_parity.harness.cli import map_options, new_kernel_options
+from moe_parity.harness.session import caches, environment
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import Run
 
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_check(add("check", "run the suites and write the results and a report"))
     _add_fuzz(add("fuzz", "draw cases for one kernel until the time is up"))
+    new_kernel_options.add_to(add("new-kernel", "write a file with a kernel of a stage, to be made yours"))
     _add_report(add("report", "make a report from a results file"))
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
@@ -368,6 +369,7 @@ _COMMANDS = {
     "report": _report,
     "kernels": _kernels,
     "map": map_options.run,
+    "new-kernel": new_kernel_options.run,
     "recipes": _recipes,
     "repro": _repro,
     "witness": _witness,
@@ -377,6 +379,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = _parser().parse_args(argv)
+    caches.provide()
     try:
         status = _COMMANDS[args.command](args)
         sys.stdout.flush()
