@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_check(add("check", "run the suites and write the results and a report"))
     _add_fuzz(add("fuzz", "draw cases for one kernel until the time is up"))
-    new_kernel_options.add_to(add("new-kernel", "write a file with a kernel of a stage, to be made yours"))
+    new_kernel_options.add_to(
+        add("new-kernel", "write a file with a kernel of a stage, to be made yours")
+    )
     _add_report(add("report", "make a report from a results file"))
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")

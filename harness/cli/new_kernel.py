@@ -7,10 +7,13 @@ replace, so that a new stage needs nothing here.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import keyword
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from string import ascii_lowercase, digits
@@ -18,10 +21,12 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_parity.kernels import all_kernels
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Stage
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import stage_named
+from moe_parity.reports.results import write_atomic
 
 FORMS = ("torch", "triton")
 ALIKE = {"fc2": "fc1"}
@@ -33,6 +38,7 @@ NO_TRITON = {
 }
 """Stages for which a Triton form makes no sense, and why."""
 
+SIZES = ("m", "e", "k", "h", "i")
 SHOWN = Case(m=5, e=3, k=2, h=896, i=512)
 """A case whose sizes are told apart by their numbers."""
 LETTERS = {
@@ -46,7 +52,8 @@ _BY_REFERENCE = """\
 from moe_parity.kernels import register
 from moe_parity.references.recipes import recipe_named
 
-RECIPE = recipe_named("{recipe}")  # HERE: the recipe that yours follows
+# HERE: the recipe that yours follows
+RECIPE = recipe_named("{recipe}")
 
 
 @register(
@@ -81,16 +88,10 @@ def run(request: Request) -> int:
     text = starter(request.name, request.stage, request.form)
     file = request.file or Path(f"{request.name}.py")
     if file.suffix != ".py":
-        raise ParityError(f"a kernel file ends in .py, got {file}.")
-    try:
-        with open(file, "x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError:
-        raise ParityError(f"{file} exists and is not overwritten; name another with -o.") from None
-    except OSError as error:
-        raise ParityError(
-            f"cannot write {file}: {os.strerror(error.errno or 0)}; name another place with -o."
-        ) from None
+        raise ParityError(f"a kernel file ends in .py, got {file}; name another with -o.")
+    if os.path.lexists(file):
+        raise ParityError(f"{file} exists and is not overwritten; name another with -o.")
+    write_atomic(file, text)
     print(f"{file}: your code goes where {MARK} stands; parity check --kernel {file}")
     return 0
 
@@ -104,7 +105,12 @@ def starter(name: str, stage: str, form: str = "torch") -> str:
     owner = stage_named(stage)
     if form not in FORMS:
         raise ParityError(f"unknown form {form!r}; forms: {', '.join(FORMS)}.")
-    body = body_of(owner, form).replace("NAME", name).replace("STAGE", stage)
+    body = body_of(owner, form)
+    if keyword.iskeyword(name) or name in _taken(body):
+        raise ParityError(f"kernel name {name!r} means something else in the file; take another.")
+    if any(kernel.name == name for kernel in all_kernels()):
+        raise ParityError(f"there is a kernel {name!r} already (`parity kernels`); take another.")
+    body = body.replace("NAME", name).replace("STAGE", stage)
     return f'"""{head(name, owner)}"""\n\n{body}'
 
 
@@ -120,12 +126,19 @@ def body_of(stage: Stage[Any], form: str) -> str:
     if form != "torch":
         reason = NO_TRITON.get(stage.name, "nobody has written one")
         raise ParityError(f"{stage} has no {form} form: {reason}.")
-    recipe = next(name for name, recipe in _described(stage))
+    recipe = next(name for name, recipe in ALL.items() if stage.described_by(recipe))
     return _BY_REFERENCE.format(recipe=recipe)
 
 
-def _described(stage: Stage[Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, recipe) for name, recipe in ALL.items() if stage.described_by(recipe))
+def _taken(body: str) -> set[str]:
+    """Return the names that a body defines or imports for itself."""
+    found = set()
+    for node in ast.parse(body).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return found
 
 
 # --- what a stage gives and takes back ------------------------------------------------------------
@@ -133,13 +146,16 @@ def _described(stage: Stage[Any]) -> Iterator[tuple[str, Any]]:
 
 def head(name: str, stage: Stage[Any]) -> str:
     """Return the docstring of a kernel file: what a kernel of the stage gets and returns."""
-    sizes = {size: getattr(SHOWN, size) for size in ("m", "e", "k", "h", "i") if size in stage.reads}
-    case = dataclasses.replace(Case(), **sizes)
+    return f"{name}: a kernel of the stage {stage} (docs/your-kernel.md).\n\n{_described(stage)}"
+
+
+@cache
+def _described(stage: Stage[Any]) -> str:
+    case = Case(**{size: getattr(SHOWN, size) for size in SIZES if size in stage.reads})
     inputs = stage.inputs(case)
-    outputs = stage.outputs(case, inputs)
-    lines = [f"{name}: a kernel of the stage {stage} (docs/your-kernel.md).", ""]
-    lines += ["call.inputs, of a plain case", *(f"    {line}" for line in fields(inputs)), "outputs, in order, as call.new makes them"]
-    for output, made in outputs.items():
+    lines = ["call.inputs, of a plain case", *(f"    {line}" for line in fields(inputs))]
+    lines += ["outputs, in order, as call.new makes them"]
+    for output, made in stage.outputs(case, inputs).items():
         shape = "[any length]" if made.any_length else shaped(made.shape)
         lines.append(f"    {output}  {dtype_word(made.dtype)} {shape}")
     return "\n".join([*lines, ""])

@@ -87,7 +87,8 @@ class Recipe:
                     f"it makes {', '.join(sorted(made_here)) or 'none'}."
                 )
         told = ", ".join(f"{words}={option}" for words, option in options.items())
-        return Recipe(name=name, source=f"{self.name} with {told or 'nothing changed'}", parts=parts)
+        source = f"{self.name} with {told or 'nothing changed'}"
+        return Recipe(name=name, source=source, parts=parts)
 
     def neighbours(self, acting: Acting, *, several: bool = False) -> Iterator[tuple[str, Recipe]]:
         """Yield (label, recipe) for every single decision changed, of those that act.

@@ -22,6 +22,7 @@ from _pytest.mark.expression import Expression
 from moe_parity import kernels
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands as cli
+from moe_parity.harness.cli import new_kernel
 from moe_parity.harness.cli.listing import decisions_markdown
 from moe_parity.harness.evidence.near_tolerance import SCENARIOS
 from moe_parity.kernels.ours.op_list import OPS
@@ -133,8 +134,24 @@ def scale_format_table() -> str:
     return table(head, list(cells()))
 
 
+def starters() -> str:
+    """Show what `parity new-kernel` writes for every stage, in each form that it has."""
+    parts = []
+    for stage in STAGES.values():
+        parts.append(f"### `{stage}`\n")
+        for form in new_kernel.FORMS:
+            if form == "triton" and stage.name in new_kernel.NO_TRITON:
+                parts.append(f"No Triton form: {new_kernel.NO_TRITON[stage.name]}.\n")
+                continue
+            suffix = "_triton" if form == "triton" else ""
+            text = new_kernel.starter(f"my_{stage}{suffix}", stage.name, form)
+            parts.append(f"```python\n{text}```\n")
+    return "\n".join(parts)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
+    "starters": starters,
     "ops": op_table,
     "stages": stage_table,
     "recipes": recipe_table,
