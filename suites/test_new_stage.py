@@ -124,5 +124,5 @@ def test_a_new_stage_has_a_file_to_begin_with(tmp_path: Path):
     (kernel,) = registry.load_file(tmp_path / "mine.py")
     del registry._KERNELS["mine"]
     assert {v.verdict for v in check(kernel, Case(m=9, h=64), "cpu")} == {"pass"}
-    with pytest.raises(ParityError, match="^cast has no triton form: nobody has written one"):
+    with pytest.raises(ParityError, match=r"^cast has no triton form: nobody has written one\."):
         new_kernel.starter("mine", "cast", "triton")
