@@ -11,6 +11,7 @@ import inspect
 import re
 import shlex
 import tomllib
+from argparse import _SubParsersAction
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -30,6 +31,7 @@ from moe_parity.references.language import Case, Values, case, decisions, parse_
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.mistakes.layer import CARRIED
+from moe_parity.reports.records import Record, RunEnd, RunInfo
 from moe_parity.suites.faulty.kinds import AXES, REPORTED, Kind
 from moe_parity.suites.faulty.table import FAULTS
 from moe_parity.suites.meta import measured
@@ -149,9 +151,31 @@ def starters() -> str:
     return "\n".join(parts)
 
 
+def subcommand_table() -> str:
+    """List the subcommands of `parity`."""
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, _SubParsersAction))
+    rows = [(f"`parity {action.dest}`", str(action.help)) for action in commands._choices_actions]
+    return table("command|what it does", rows)
+
+
+def record_field_table() -> str:
+    """List the fields of each kind of line of a results file, with types and defaults."""
+    rows = []
+    for kind, line in (("run", RunInfo), ("record", Record), ("end", RunEnd)):
+        for field in dataclasses.fields(line):
+            free = field.default is dataclasses.MISSING
+            default = "" if free and field.default_factory is dataclasses.MISSING else "{}"
+            default = default if free else f"{field.default!r}"
+            words = str(field.type).replace("|", "or")
+            rows.append((kind, f"`{field.name}`", words, f"`{default}`" if default else ""))
+    return table("line|field|type|default", rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
     "starters": starters,
+    "subcommands": subcommand_table,
+    "record_fields": record_field_table,
     "ops": op_table,
     "stages": stage_table,
     "recipes": recipe_table,
