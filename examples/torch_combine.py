@@ -1,18 +1,30 @@
-"""The weighted sum over a token's experts in plain torch: owned pairs alone, in the order of k."""
+"""torch_combine: a kernel of the stage combine (docs/your-kernel.md).
+
+call.inputs, of a plain case
+    rows  bfloat16 [M, k, H]
+    weights  float32 [M, k]
+    ids  int32 [M, k]
+    expert_map = None
+    expert  int64 [P]
+    first = 0
+    experts = 3
+outputs, in order, as call.new makes them
+    out  bfloat16 [M, H]
+"""
 
 import torch
 
 from moe_parity.kernels import register
-from moe_parity.references.language import Recipe
-from moe_parity.references.stages.combine import CombineRecipe, SumStep
+from moe_parity.references.recipes import recipe_named
 
-SUM = CombineRecipe(step=SumStep.MUL_ADD)
-PLAIN = Recipe(name="plain_sum", source="products and sums apart", parts={"combine": SUM})
+# HERE: what is rounded, and where: every decision and its options are in docs/recipes.md
+RECIPE = recipe_named("ours").changed("torch_combine_recipe", {"combine.step": "mul_add"})
 
 
-@register("torch_combine", stage="combine", recipes=PLAIN)
+@register("torch_combine", stage="combine", recipes=RECIPE)
 def torch_combine(call):
     given, out = call.inputs, call.new("out")
+    # HERE: your code, which writes out
     rows, owned = given.rows.float(), (given.expert >= 0).view(given.ids.shape)
     if given.weights is not None:
         rows = rows * given.weights[..., None]

@@ -38,7 +38,7 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from moe_parity.harness.session import environment, guesses
+from moe_parity.harness.session import caches, environment, guesses
 from moe_parity.harness.session import profiles as settings
 from moe_parity.harness.session.hooks import Session
 from moe_parity.harness.session.place import is_ours
@@ -255,6 +255,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # before anything imports torch: a worker of xdist sees one GPU and its share of the cores
         environment.bind_worker_gpu()
         environment.share_cores()
+    caches.provide()
     try:
         options = _resolve(config, ours)
         # hypothesis itself loads --hypothesis-profile after this

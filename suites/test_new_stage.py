@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from moe_parity.harness.checks.expect import expect
 from moe_parity.harness.checks.flow import check
+from moe_parity.harness.cli import new_kernel
 from moe_parity.kernels import Call, registry
 from moe_parity.references.arithmetic import random_bits
 from moe_parity.references.arithmetic.formats import f32_to_bf16
+from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Recipe
 from moe_parity.references.language.case import parse_id
 from moe_parity.references.language.recipe import Acting
@@ -110,3 +113,16 @@ def test_a_wrong_kernel_of_a_new_stage_is_red_in_its_words():
     assert "of 576 outputs (at most 1 ulp)" in red.message
     assert parse_id(f"torch_cast-{case.id}")[1] == case
     assert CAST.refusal(Case(m=9, e=3)) == "cast does not read the word e (here 3)"
+
+
+def test_a_new_stage_has_a_file_to_begin_with(tmp_path: Path):
+    """`parity new-kernel` knows a stage by its description alone."""
+    text = new_kernel.starter("mine", "cast")
+    assert "    x  float32 [M, H]\n" in text
+    assert "    rows  bfloat16 [M, H]\n" in text
+    (tmp_path / "mine.py").write_text(text)
+    (kernel,) = registry.load_file(tmp_path / "mine.py")
+    del registry._KERNELS["mine"]
+    assert {v.verdict for v in check(kernel, Case(m=9, h=64), "cpu")} == {"pass"}
+    with pytest.raises(ParityError, match=r"^cast has no triton form: nobody has written one\."):
+        new_kernel.starter("mine", "cast", "triton")

@@ -13,8 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_parity.harness.cli import case_from, compare_options, map_options
-from moe_parity.harness.session import environment
+from moe_parity.harness.cli import (
+    case_from,
+    compare_options,
+    map_options,
+    new_kernel_options,
+    repro_options,
+)
+from moe_parity.harness.session import caches, environment
 from moe_parity.references.errors import ParityError
 from moe_parity.reports.records import Run
 
@@ -61,33 +67,16 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_check(add("check", "run the suites and write the results and a report"))
     _add_fuzz(add("fuzz", "draw cases for one kernel until the time is up"))
+    new_kernel_options.add_to(
+        add("new-kernel", "write a file with a kernel of a stage, to be made yours")
+    )
     _add_report(add("report", "make a report from a results file"))
     add("kernels", "list the kernels, and why some are unavailable")
     add("recipes", "list the recipes, their decisions and what tells each decision")
     _add_identify(add("identify", "name the recipe of a kernel, or of outputs in a file"))
     compare_options.add_to(add("compare", "say what changed between a base and a candidate"))
     map_options.add_to(add("map", "say at which number of tokens a token's bits change, and why"))
-    repro = add("repro", "run again what a record is about")
-    repro.add_argument(
-        "ids", metavar="ID", nargs="+",
-        help="<kernel>-<case id>[@<seed>], as a failure prints it; several are calls in this order",
-    )  # fmt: skip
-    repro.add_argument(
-        "--config", metavar="NAME|N", help="take this configuration, by its name or number from 0"
-    )
-    repro.add_argument("--check", choices=("invariance",), help="run this check, which others lack")
-    repro.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
-    repro.add_argument(
-        "--kernel",
-        action="append",
-        default=[],
-        metavar="FILE.py",
-        help="load this kernel file first",
-    )
-    repro.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is a GPU")
-    repro.add_argument(
-        "--repeat", type=int, metavar="N", help="run it N times instead, and say what differs"
-    )
+    repro_options.add_to(add("repro", "run again what a record is about"))
     _add_witness(add("witness", "record bits of real kernels, or replay them without a GPU"))
     return parser
 
@@ -320,20 +309,6 @@ def _recipes(_: argparse.Namespace) -> int:
     return OK
 
 
-def _repro(args: argparse.Namespace) -> int:
-    from moe_parity.harness.cli import repro
-
-    if args.device is not None:
-        from moe_parity.harness.plugin import choose_device
-
-        choose_device(args.device)
-    if args.repeat is not None:
-        from moe_parity.harness.cli import repeat
-
-        return repeat.run(args.ids, args.seed, args.repeat, args.device, args.kernel)
-    return repro.run(args.ids, args.seed, args.device, args.kernel, args.check, args.config)
-
-
 def _witness(args: argparse.Namespace) -> int:
     from moe_parity.harness.evidence import witness_set
 
@@ -374,8 +349,9 @@ _COMMANDS = {
     "report": _report,
     "kernels": _kernels,
     "map": map_options.run,
+    "new-kernel": new_kernel_options.run,
     "recipes": _recipes,
-    "repro": _repro,
+    "repro": repro_options.run,
     "witness": _witness,
 }
 
@@ -387,6 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(given)
     except SystemExit as refusal:
         raise SystemExit(compare_options.usage_status(given, int(refusal.code or 0))) from None
+    caches.provide()
     try:
         status = _COMMANDS[args.command](args)
         sys.stdout.flush()

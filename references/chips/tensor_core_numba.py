@@ -7,6 +7,7 @@ instructions a multiply-add.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -36,19 +37,31 @@ def dot(a: Tensor, b: Tensor, c: Tensor, unit: Unit) -> Tensor:
     return mark_nan(result, a, b)
 
 
-@numba.njit(cache=True, inline="always")
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return numba's decorator, which keeps what it compiles where it finds a place for it."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # neither the package nor a home may be written: compiled every time
+            return numba.njit(**options)(function)
+
+    return decorate
+
+
+@_compiled(inline="always")
 def _pow2(exponent: Any) -> Any:
     """2^exponent as fp32 for -126 <= exponent <= 127."""
     return np.int32((exponent + 127) << 23).view(np.float32)
 
 
-@numba.njit(cache=True, inline="always")
+@_compiled(inline="always")
 def _pow2_64(exponent: Any) -> Any:
     """2^exponent as float64 for any exponent met here."""
     return np.int64((exponent + 1023) << 52).view(np.float64)
 
 
-@numba.njit(cache=True, parallel=True, error_model="numpy")
+@_compiled(parallel=True, error_model="numpy")
 def _parallel(
     va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any
 ) -> None:
@@ -56,7 +69,7 @@ def _parallel(
         _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_compiled(error_model="numpy")
 def _serial(
     va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any
 ) -> None:
@@ -64,7 +77,7 @@ def _serial(
         _row(va[row], ea[row], vb, eb, out[row], order, steps, align, drop)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_compiled(error_model="numpy")
 def _row(
     va: Any, ea: Any, vb: Any, eb: Any, out: Any, order: Any, steps: Any, align: Any, drop: Any
 ) -> None:
@@ -94,7 +107,7 @@ def _row(
                 _finish(c, top, total, align, drop)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_compiled(error_model="numpy")
 def _top(top: Any, c: Any, ea: Any, eb: Any, chosen: Any, start: Any, left: Any) -> None:
     """Find the largest exponent of each column's terms."""
     width = len(c)
@@ -111,7 +124,7 @@ def _top(top: Any, c: Any, ea: Any, eb: Any, chosen: Any, start: Any, left: Any)
                 top[j] = max(top[j], np.int32(e + row[j]))
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_compiled(error_model="numpy")
 def _terms(
     part: Any, va: Any, vb: Any, scale: Any, chosen: Any, start: Any, left: Any, width: Any
 ) -> None:
@@ -127,7 +140,7 @@ def _terms(
                 part[j] = np.int32(part[j] + np.int32(np.float32(v * row[j]) * scale[j]))
 
 
-@numba.njit(cache=True, error_model="numpy")
+@_compiled(error_model="numpy")
 def _finish(c: Any, top: Any, total: Any, align: Any, drop: Any) -> None:
     """Add the truncated accumulator in float64, cut the sum to the result's width, store it."""
     words = total.view(np.int64)

@@ -60,6 +60,36 @@ class Recipe:
         """Return the recipe with some parts replaced or added."""
         return dataclasses.replace(self, parts={**self.parts, **changed})
 
+    def changed(self, name: str, options: Mapping[str, str]) -> Recipe:
+        """Return a recipe of one's own: this one with some decisions changed.
+
+        ``options`` maps decisions to options, both by their words: ``{"quant.apply": "divide"}``.
+        Where several parts have a decision it changes in all of them; ``"swiglu_quant:
+        quant.apply"`` changes it in one.  Raises ParityError, in a sentence, for a decision that
+        the recipe does not make and for an option that its decision does not have.
+        """
+        parts = dict(self.parts)
+        for words, option in options.items():
+            only, _, decision = words.rpartition(":")
+            found = False
+            for part, value in parts.items():
+                for attribute, made in decisions(value).items():
+                    if made.name != decision.strip() or only.strip() not in ("", part):
+                        continue
+                    found = True
+                    known = {str(word): word for word in made.options}
+                    chosen = known.get(option, option)  # a word that is none is refused by the part
+                    parts[part] = dataclasses.replace(value, **{attribute: chosen})
+            if not found:
+                made_here = {d.name for value in parts.values() for d in decisions(value).values()}
+                raise ParityError(
+                    f"recipe {self.name} makes no decision {words!r}; "
+                    f"it makes {', '.join(sorted(made_here)) or 'none'}."
+                )
+        told = ", ".join(f"{words}={option}" for words, option in options.items())
+        source = f"{self.name} with {told or 'nothing changed'}"
+        return Recipe(name=name, source=source, parts=parts)
+
     def neighbours(self, acting: Acting, *, several: bool = False) -> Iterator[tuple[str, Recipe]]:
         """Yield (label, recipe) for every single decision changed, of those that act.
 

@@ -11,6 +11,7 @@ import inspect
 import re
 import shlex
 import tomllib
+from argparse import _SubParsersAction
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from _pytest.mark.expression import Expression
 from moe_parity import kernels
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands as cli
+from moe_parity.harness.cli import new_kernel
 from moe_parity.harness.cli.listing import decisions_markdown
 from moe_parity.harness.evidence.near_tolerance import SCENARIOS
 from moe_parity.kernels.ours.op_list import OPS
@@ -29,6 +31,7 @@ from moe_parity.references.language import Case, Values, case, decisions, parse_
 from moe_parity.references.recipes import ALL
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.mistakes.layer import CARRIED
+from moe_parity.reports.records import Record, RunEnd, RunInfo
 from moe_parity.suites.faulty.kinds import AXES, REPORTED, Kind
 from moe_parity.suites.faulty.table import FAULTS
 from moe_parity.suites.meta import measured
@@ -133,8 +136,46 @@ def scale_format_table() -> str:
     return table(head, list(cells()))
 
 
+def starters() -> str:
+    """Show what `parity new-kernel` writes for every stage, in each form that it has."""
+    parts = []
+    for stage in STAGES.values():
+        parts.append(f"### `{stage}`\n")
+        for form in new_kernel.FORMS:
+            if form == "triton" and stage.name in new_kernel.NO_TRITON:
+                parts.append(f"No Triton form: {new_kernel.NO_TRITON[stage.name]}.\n")
+                continue
+            suffix = "_triton" if form == "triton" else ""
+            text = new_kernel.starter(f"my_{stage}{suffix}", stage.name, form)
+            parts.append(f"```python\n{text}```\n")
+    return "\n".join(parts)
+
+
+def subcommand_table() -> str:
+    """List the subcommands of `parity`."""
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, _SubParsersAction))
+    rows = [(f"`parity {action.dest}`", str(action.help)) for action in commands._choices_actions]
+    return table("command|what it does", rows)
+
+
+def record_field_table() -> str:
+    """List the fields of each kind of line of a results file, with types and defaults."""
+    rows = []
+    for kind, line in (("run", RunInfo), ("record", Record), ("end", RunEnd)):
+        for field in dataclasses.fields(line):
+            free = field.default is dataclasses.MISSING
+            default = "" if free and field.default_factory is dataclasses.MISSING else "{}"
+            default = default if free else f"{field.default!r}"
+            words = str(field.type).replace("|", "or")
+            rows.append((kind, f"`{field.name}`", words, f"`{default}`" if default else ""))
+    return table("line|field|type|default", rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
+    "starters": starters,
+    "subcommands": subcommand_table,
+    "record_fields": record_field_table,
     "ops": op_table,
     "stages": stage_table,
     "recipes": recipe_table,
