@@ -293,7 +293,9 @@ def test_what_the_layer_declines(case: Case, said: str | None):
 # --- where it cannot run, in one sentence ---------------------------------------------------------
 
 
-def test_why_the_fused_layer_cannot_run_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_why_the_fused_layer_cannot_run_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """Each thing that it needs, in the order in which it is asked for."""
 
     def why() -> tuple[Why, str] | None:

@@ -127,7 +127,7 @@ def outside(o_ptr, limit):
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the groups that began."""
+    """Return the sizes of the groups that begin."""
     sizes: list[int] = []
     take = VirtualBuilder.take
 
@@ -140,7 +140,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def both(kernel: Any, count: int, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-    """What a launch leaves in its tensors and says, as one and one after another."""
+    """Launch as one and one after another; return what it leaves in its tensors and says."""
 
     def ran() -> tuple[list[Tensor], Any]:
         mine = [a.clone() if isinstance(a, Tensor) else a for a in arguments]

@@ -138,9 +138,7 @@ def made(
     _scales(case, _of_hit(stage, case, given))
     seen = {name: tensor for name, tensor in known.items() if name not in given}
     if seen:
-        seen = dump.own_outputs(
-            str(path), stage, case, inputs, seen, " holds ", partial=True
-        )
+        seen = dump.own_outputs(str(path), stage, case, inputs, seen, " holds ", partial=True)
     return Captured(path=path, stage=stage, case=case, given=given, seen=seen, origin=origin)
 
 

@@ -14,7 +14,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="NAME|N", help="take this configuration, by its name or number from 0"
     )
-    parser.add_argument("--check", choices=("invariance",), help="run this check, which others lack")
+    parser.add_argument(
+        "--check", choices=("invariance",), help="run this check, which others lack"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="base seed of the inputs")
     parser.add_argument(
         "--kernel",

@@ -100,7 +100,6 @@ def run(kernel: Any, body: Callable[[], None], builder: VirtualBuilder, programs
     if programs.size < 2 or kernel.fn in _SINGLY:
         return False
     memory, used = builder.memory, dict(builder.used)
-    exact = memory.races
     memory.races = crossings = Crossings(memory.regions)
     memory.undo = []
     try:
@@ -114,7 +113,7 @@ def run(kernel: Any, body: Callable[[], None], builder: VirtualBuilder, programs
     else:
         return True
     finally:
-        memory.races, memory.undo, memory.programs = exact, None, 1
+        memory.races, memory.undo, memory.programs = memory.exact, None, 1
 
 
 def _groups(

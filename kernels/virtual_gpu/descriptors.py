@@ -134,9 +134,9 @@ class Descriptor:
         size = numpy_type(self.element).itemsize
         if (offsets[-1] * size % ALIGNED).any():
             raise UnmodelledOperation(
-                f"a tensor descriptor's box at {[int(n[0]) for n in offsets]}: Triton asks for a last offset in "
-                f"multiples of {ALIGNED} bytes, and what the GPU does with others has no model "
-                "here."
+                f"a tensor descriptor's box at {[int(n[0]) for n in offsets]}: Triton asks for a "
+                f"last offset in multiples of {ALIGNED} bytes, and what the GPU does with others "
+                "has no model here."
             )
         inside: Array | None = None
         rank = len(self.box)

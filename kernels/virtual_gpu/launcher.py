@@ -157,12 +157,12 @@ def _run(kernel: Any, builder: VirtualBuilder, values: dict[str, Any], order: Or
         # What the models compute with torch is not the kernel's: no mode of a caller looks at it.
         with language.active(builder), torch._C._DisableTorchDispatch():
             body = language.function(kernel)
-            programs = order(x * y * z)
+            programs, races = order(x * y * z), builder.memory.exact
             if abreast.run(kernel, lambda: body(**values), builder, programs):
                 return
             for number in programs[:, None]:
                 builder.take(number)
-                builder.memory.races.begin(builder.program)
+                races.begin(builder.program)
                 body(**values)
     except Race as error:  # names the lines of both
         raise error from None

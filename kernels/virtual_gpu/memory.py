@@ -75,7 +75,8 @@ class Memory:
         self.bytes_loaded = 0
         self.bytes_stored = 0
         self.watch = written.current()
-        self.races: Races | Crossings = Races(kernel, regions)
+        self.exact = Races(kernel, regions)
+        self.races: Races | Crossings = self.exact
         self.programs = 1
         """That run as one (``abreast``)."""
         self.widest = 0

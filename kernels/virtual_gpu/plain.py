@@ -230,8 +230,8 @@ class PlainOperations:
             index.data.min() >= 0 and index.data.max() < a.data.shape[axis + 1]
         ):
             raise UnmodelledOperation(
-                f"tl.gather met an index outside 0..{a.data.shape[axis + 1] - 1}, which the GPU leaves "
-                "undefined: clamp the indices."
+                f"tl.gather met an index outside 0..{a.data.shape[axis + 1] - 1}, which the GPU "
+                "leaves undefined: clamp the indices."
             )
         programs = max(len(a.data), len(index.data))
         data, at = (_stretched(x, x.shape[1:], programs) for x in (a.data, index.data))
