@@ -20,6 +20,7 @@ from moe_parity.references.recipes.vllm import VLLM_TRITON
 from moe_parity.references.stages import STAGES
 from moe_parity.references.stages.combine import CombineRecipe, combine
 from moe_parity.references.stages.layer.operands import Asked
+from moe_parity.references.stages.swiglu import silu
 from moe_parity.suites.planted import CASES
 
 # --- costs --------------------------------------------------------------------------------------
@@ -195,6 +196,7 @@ def test_what_says_that_it_needs_a_chip_asks_one(stage: str, monkeypatch: pytest
     recipes |= dict(owner.neighbours(OURS))
     for name, recipe in recipes.items():
         asked.clear()
+        silu._of_bf16.cache_clear()  # a table that stands asks nothing more
         for case, inputs in made:
             owner.reference(case, inputs, recipe)
         assert recipe.on_chip(owner.acting) == bool(asked), f"{name}: {set(asked)}"

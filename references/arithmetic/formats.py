@@ -49,13 +49,18 @@ def canonical_nan(x: Tensor) -> Tensor:
     return from_bits(bits_of(x).masked_fill(torch.isnan(x), F32_NAN_BITS))
 
 
+def with_canonical_nan(x: Tensor) -> Tensor:
+    """Return :func:`canonical_nan` of fp32 ``x``, which was just computed, in its own memory."""
+    return from_bits(bits_of(x).masked_fill_(torch.isnan(x), F32_NAN_BITS))
+
+
 def to_f32(x: Tensor) -> Tensor:
     """Widen BF16, FP16 or fp32 to fp32; exact, NaN made canonical."""
     if x.dtype is torch.bfloat16:
         wide = x.contiguous().view(torch.int16).to(torch.int32) << 16
-        return canonical_nan(from_bits(wide))
+        return with_canonical_nan(from_bits(wide))
     if x.dtype is torch.float16:
-        return canonical_nan(x.to(torch.float32))
+        return with_canonical_nan(x.to(torch.float32))
     if x.dtype is torch.float32:
         return canonical_nan(x)
     raise TypeError(f"to_f32 takes bfloat16, float16 or float32, got {x.dtype}.")
@@ -63,12 +68,15 @@ def to_f32(x: Tensor) -> Tensor:
 
 def f32_to_bf16(x: Tensor) -> Tensor:
     """Round fp32 to BF16, to nearest even; overflow gives Inf, NaN gives ``0x7fff``."""
-    bits = bits_of(x).to(torch.int64) & 0xFFFFFFFF
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    is_nan = (bits & _ABS) > _INF
-    rounded = torch.where(is_nan, torch.full_like(rounded, 0x7FFF), rounded)
-    signed = torch.where(rounded >= 0x8000, rounded - 0x10000, rounded)
-    return signed.to(torch.int16).view(torch.bfloat16)
+    rounded = (_rounded_to_16(x) >> 16).to(torch.int16)
+    return rounded.masked_fill_(torch.isnan(x), 0x7FFF).view(torch.bfloat16)
+
+
+def _rounded_to_16(x: Tensor) -> Tensor:
+    """Return int32 words whose upper half is the nearest BF16, ties to even; NaN is no number."""
+    bits = bits_of(x)
+    # The sum wraps for NaN alone; a negative word counts up in magnitude as an unsigned one does.
+    return ((bits >> 16) & 1).add_(bits).add_(0x7FFF)
 
 
 def bf16_to_f32(x: Tensor) -> Tensor:
@@ -89,7 +97,7 @@ def f32_to_f16(x: Tensor) -> Tensor:
 
 def round_bf16(x: Tensor) -> Tensor:
     """Round fp32 to BF16 and widen it again: the rounding alone."""
-    return bf16_to_f32(f32_to_bf16(x))
+    return from_bits((_rounded_to_16(x) & -0x10000).masked_fill_(torch.isnan(x), F32_NAN_BITS))
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
@@ -99,19 +107,17 @@ def e4m3_encode(x: Tensor) -> Tensor:
     Source: ``cvt.rn.satfinite.e4m3x2.f32``, PTX ISA 8.x, compared on an H200.
     """
     bits = bits_of(x)
-    sign = torch.where(bits < 0, 0x80, 0)
     mag = bits & _ABS
     # Normal range: keep 3 of 23 fraction bits; the carry of the rounding moves the exponent.
-    normal = ((mag + 0x7FFFF + ((mag >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    normal = ((mag >> 20) & 1).add_(mag).add_(0x7FFFF).bitwise_right_shift_(20).sub_((127 - 7) << 3)
     # Below 2^-6 the spacing is 2^-9. Adding 2^14 puts that spacing at fp32's last place, so the
     # addition itself rounds to nearest even and leaves the code in the low bits.
     magic = 16384.0
-    shifted = bits_of(from_bits(torch.where(mag < 0x3C800000, mag, torch.zeros_like(mag))) + magic)
-    subnormal = shifted - bits_of(torch.full_like(x, magic))
-    code = torch.where(mag < 0x3C800000, subnormal, normal)
-    code = torch.where(mag > 0x43E00000, torch.full_like(code, 0x7E), code)
-    code = torch.where(mag > _INF, torch.full_like(code, E4M3_NAN), code | sign)
-    return code.to(torch.uint8)
+    least = 0x3C800000
+    subnormal = bits_of(from_bits(mag.clamp(max=least)).add_(magic)).sub_(0x46800000)
+    code = torch.where(mag < least, subnormal, normal).clamp_(max=0x7E)
+    code |= (bits >> 24) & 0x80
+    return code.masked_fill_(torch.isnan(x), E4M3_NAN).to(torch.uint8)
 
 
 def e4m3_decode(code: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_parity.references.arithmetic.formats import bits_of, canonical_nan, from_bits
+from moe_parity.references.arithmetic.formats import bits_of, from_bits, with_canonical_nan
 
 
 def f32(value: float, like: Tensor) -> Tensor:
@@ -23,17 +23,17 @@ def f32(value: float, like: Tensor) -> Tensor:
 
 def add_rn(a: Tensor, b: Tensor) -> Tensor:
     """Return RN32(a + b)."""
-    return canonical_nan(a + b)
+    return with_canonical_nan(a + b)
 
 
 def mul_rn(a: Tensor, b: Tensor) -> Tensor:
     """Return RN32(a * b)."""
-    return canonical_nan(a * b)
+    return with_canonical_nan(a * b)
 
 
 def div_rn(a: Tensor, b: Tensor) -> Tensor:
     """Return RN32(a / b): ``div.rn.f32``.  Both arguments are fp32 tensors."""
-    return canonical_nan(a / b)
+    return with_canonical_nan(a / b)
 
 
 def fma_rn(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def fma_rn(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     rounding that sum to odd makes the final cast to fp32 the only rounding that counts (Boldo and
     Melquiond, "Emulation of FMA and correctly rounded sums", IEEE TC 2008).
     """
-    return canonical_nan(_round_to_odd_sum(a.double() * b.double(), c.double()).float())
+    return with_canonical_nan(_round_to_odd_sum(a.double() * b.double(), c.double()).float())
 
 
 def fma_rm(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def fma_rm(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     near = exact.float()
     near = torch.where(near.double() > exact, _next_below(near), near)
     signed = torch.signbit(product) | torch.signbit(third)
-    return canonical_nan(torch.where((exact == 0) & signed, -0.0, near))
+    return with_canonical_nan(torch.where((exact == 0) & signed, -0.0, near))
 
 
 def _round_to_odd_sum(p: Tensor, c: Tensor) -> Tensor:

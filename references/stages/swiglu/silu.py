@@ -5,8 +5,12 @@ Notation: RN = one fp32 rounding, ``/~`` = div.full, ``/f`` = div.approx.ftz.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
+from moe_parity.references.arithmetic.formats import bits_of, from_bits
 from moe_parity.references.arithmetic.rounding import add_rn, div_rn, f32, mul_rn
 from moe_parity.references.chips import special
 from moe_parity.references.language.decision import Option
@@ -38,6 +42,10 @@ class Silu(Option):
     FAST = "fast", "g /f (1 + __expf(-g))", "SGLang silu_and_mul under --use_fast_math", True
 
 
+_MANY = 1 << 14
+"""Gates from which a table is worth its 65,536 for a factor that may not come again."""
+
+
 def silu_of_the_pools(gate: Tensor, how: Silu) -> Tensor:
     """Return SiLU as the frozen pools were chosen by.
 
@@ -51,7 +59,28 @@ def silu_of_the_pools(gate: Tensor, how: Silu) -> Tensor:
 
 
 def silu(gate: Tensor, how: Silu, alpha: float = 1.0) -> Tensor:
-    """Return fp32 g * sigmoid(alpha * g)."""
+    """Return fp32 g * sigmoid(alpha * g).
+
+    Gates are BF16 numbers but for some at a limit, so most are looked up.
+    """
+    if alpha != 1.0 and gate.numel() < _MANY:
+        return _computed(gate, how, alpha)
+    bits = bits_of(gate)
+    found = _of_bf16(how, alpha, gate.device)[(bits >> 16).long() & 0xFFFF]
+    between = (bits & 0xFFFF) != 0
+    if between.any():
+        found[between] = _computed(gate[between], how, alpha)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _of_bf16(how: Silu, alpha: float, device: torch.device) -> Tensor:
+    """Return SiLU of every BF16 number, fp32 [65536] by its bits."""
+    bits = torch.arange(1 << 16, dtype=torch.int64, device=device) << 16
+    return _computed(from_bits(bits.int()), how, alpha)
+
+
+def _computed(gate: Tensor, how: Silu, alpha: float) -> Tensor:
     scaled = gate if alpha == 1.0 else mul_rn(gate, f32(alpha, gate))
     one = f32(1.0, gate)
     if how in (Silu.MUL_RECIP, Silu.DIV, Silu.DIV_APPROX):
