@@ -1,11 +1,7 @@
-"""docs/your-kernel.md as a stranger reads it: its blocks run, `new-kernel` writes what it shows.
-
-A block whose language is followed by ``pending`` shows what is not here yet, and only that.
-"""
+"""docs/your-kernel.md as a stranger reads it: its blocks run, `new-kernel` writes what it shows."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import shlex
@@ -25,7 +21,7 @@ from moe_parity.references.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/your-kernel.md"
-FENCE = re.compile(r"^```(\w+)( pending)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SMALL = {
     "weight_quant": Case(i=130, h=140, values=Values.AIMED),
     "act_quant": Case(m=9, h=256, values=Values.AIMED),
@@ -45,10 +41,9 @@ RUN = ("new-kernel my_combine", "repro 'my_fc1-fp32", "identify", "fuzz my_combi
 """How the commands begin that are cheap enough to be run here; the others are parsed."""
 
 
-def blocks(language: str, *, pending: bool = False) -> list[str]:
+def blocks(language: str) -> list[str]:
     """Return the page's blocks of a language."""
-    found = FENCE.findall(PAGE.read_text())
-    return [text for word, later, text in found if word == language and bool(later) is pending]
+    return [text for word, text in FENCE.findall(PAGE.read_text()) if word == language]
 
 
 def named(text: str) -> str:
@@ -105,20 +100,6 @@ def test_the_cheap_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for line in ran:
         assert main(shlex.split(line)[1:]) == 0, line
     assert len(ran) >= 4
-
-
-def test_what_is_pending_is_not_here():
-    """A feature that is merged is shown: its blocks run, its page is linked."""
-    for text in blocks("python", pending=True):
-        imports = [line for line in text.splitlines() if line.startswith("from moe_parity")]
-        if imports:
-            with pytest.raises(ImportError):
-                exec("\n".join(imports), {})
-    for line in "".join(blocks("sh", pending=True)).splitlines():
-        with contextlib.redirect_stderr(None), pytest.raises(SystemExit):
-            commands._parser().parse_args(shlex.split(line)[1:])
-    for name in re.findall(r"<!-- link: (\S+) -->", PAGE.read_text()):
-        assert not (PAGE.parent / name).exists(), f"link it: [{name}]({name})"
 
 
 # --- parity new-kernel ---------------------------------------------------------------------------
