@@ -19,8 +19,9 @@ import triton.language as tl
 from triton._C.libtriton import ir
 
 from moe_parity.kernels.virtual_gpu import abreast, contraction, lowering, models
+from moe_parity.kernels.virtual_gpu.atomics import AtomicOperations
 from moe_parity.kernels.virtual_gpu.descriptors import DescriptorOperations
-from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation, unmodelled
 from moe_parity.kernels.virtual_gpu.memory import Memory
 from moe_parity.kernels.virtual_gpu.order import Order
 from moe_parity.kernels.virtual_gpu.plain import PlainOperations
@@ -39,31 +40,12 @@ _NO_OPS = ("griddepcontrol.wait; // dummy $0", "griddepcontrol.launch_dependents
 _LIBDEVICE = {"__nv_expf"}
 """libdevice symbols with a probe; the rest raise."""
 
-_ATOMICS: dict[Any, Callable[[Array, Array], Array]] = {
-    ir.ATOMIC_OP.ADD: np.add,
-    ir.ATOMIC_OP.AND: np.bitwise_and,
-    ir.ATOMIC_OP.OR: np.bitwise_or,
-    ir.ATOMIC_OP.XOR: np.bitwise_xor,
-    ir.ATOMIC_OP.MAX: np.maximum,
-    ir.ATOMIC_OP.UMAX: np.maximum,
-    ir.ATOMIC_OP.MIN: np.minimum,
-    ir.ATOMIC_OP.UMIN: np.minimum,
-    ir.ATOMIC_OP.XCHG: lambda _, new: new,
-}
-
-_PROMISES = {
-    ir.MEM_SEMANTIC.RELAXED: "relaxed",
-    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
-    ir.MEM_SEMANTIC.RELEASE: "release",
-    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
-}
-
 _FOUND: dict[tuple[bool, tuple[str, tuple[str, ...], str]], tuple[models.Model, str]] = {}
 """Whether products are contracted, operation and types -> model and instructions, of all launches:
 to give Triton back to its compiler and take it again costs more than most operations."""
 
 
-class VirtualBuilder(PlainOperations, DescriptorOperations):
+class VirtualBuilder(PlainOperations, DescriptorOperations, AtomicOperations):
     """One launch: its memory, the program that runs, and what it has used."""
 
     def __init__(
@@ -284,30 +266,6 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         """``tl.store`` without a mask."""
         self.create_masked_store(pointer, value, None)
 
-    def create_atomic_rmw(
-        self, op: Any, pointer: Value, value: Value, mask: Value, sem: Any, *_: Any
-    ) -> Value:
-        """Atomics on integers; those on floats round in an unknown order."""
-        if op not in _ATOMICS or not value.dtype.is_int():
-            unmodelled(f"tl.atomic_{str(op).split('.')[-1].lower()} on {value.dtype}")
-        data, promise = value.data, _PROMISES[sem]
-        old = self.memory.update(pointer, data, mask.data, _ATOMICS[op], self.lanes, promise)
-        return Value(old, value.dtype)
-
-    def create_atomic_cas(
-        self, pointer: Value, expected: Value, value: Value, sem: Any, *_: Any
-    ) -> Value:
-        """``tl.atomic_cas`` on one integer."""
-        abreast.alone("tl.atomic_cas", pointer, expected, value)
-        if not value.dtype.is_int() or pointer.data.size != 1:
-            unmodelled(f"tl.atomic_cas on {pointer.data.size} elements of {value.dtype}")
-
-        def swap(old: Array, new: Array) -> Array:
-            return np.where(old == expected.data, new, old)
-
-        old = self.memory.update(pointer, value.data, None, swap, np.arange, _PROMISES[sem])
-        return Value(old, value.dtype)
-
     # dot ---------------------------------------------------------------------------------------
 
     def create_dot(self, a: Value, b: Value, c: Value, precision: Any, imprecise: int) -> Value:
@@ -380,14 +338,6 @@ class VirtualBuilder(PlainOperations, DescriptorOperations):
         if self.memory.programs > 1:
             raise abreast.Alone("tl.device_print")
         print(self.program, prefix, *(v.data[0] for v in values))
-
-
-def unmodelled(what: str) -> NoReturn:
-    """Raise for an operation without a model."""
-    raise UnmodelledOperation(
-        f"{what} has no exact model of an H200; use a modelled operation, or run this kernel on a "
-        "GPU."
-    )
 
 
 def _simple(op: str, arity: int, output: Any = None) -> Callable[..., Value]:

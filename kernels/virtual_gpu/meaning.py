@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 
 from moe_parity.kernels.virtual_gpu import abreast, reduce
-from moe_parity.kernels.virtual_gpu.builder import unmodelled
+from moe_parity.kernels.virtual_gpu.errors import unmodelled
 from moe_parity.kernels.virtual_gpu.values import Value, numpy_type
 
 _ALIKE = {id(ty) for ty in (tl.int32, tl.int64, tl.float32)}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder, unmodelled
-from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation
+from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
+from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation, unmodelled
 from moe_parity.kernels.virtual_gpu.values import Array, Value, wrap
 
 _standard = tl.standard

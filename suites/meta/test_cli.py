@@ -225,6 +225,8 @@ class Project:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "suites" / "meta").mkdir(parents=True)
+        (folder / "harness").mkdir()
+        (folder / "harness" / "plugin.py").touch()
         (folder / "pyproject.toml").write_text('[project]\nname = "moe-parity"\n')
         (folder / "suites" / "meta" / "test_own.py").write_text("def test_own(): assert False\n")
         (folder / "suites" / "test_it.py").write_text("""

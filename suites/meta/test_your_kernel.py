@@ -95,6 +95,8 @@ def test_the_cheap_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for text in KERNELS:
         if named(text) == "my_fc1":
             Path("my_fc1.py").write_text(text)
+    (captured,) = (text for text in blocks("python") if "with capture(" in text)
+    exec(compile(captured, PAGE.name, "exec"), {"__name__": "block"})
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     ran = [line for line in lines if line.startswith(tuple(f"parity {start}" for start in RUN))]
     for line in ran:
