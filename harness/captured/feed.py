@@ -65,7 +65,15 @@ def fed(
 ) -> tuple[Case, Any]:
     """Return the case and the inputs that a kernel is called with.
 
-    The inputs lie on the device, or in ``memory``.
+    The inputs lie on the device, or in ``memory``.  Raises ParityError as ``case_from`` does.
+    """
+    words, tensors = named(captured, kernel, device)
+    return kernel.stage.given(words, {n: t.to(memory or device) for n, t in tensors.items()})
+
+
+def named(captured: Captured, kernel: Kernel, device: str) -> tuple[Case, dict[str, Tensor]]:
+    """Return what ``Stage.given`` takes: the words of the case, and the inputs by name.
+
     Of a quantizer the layout of the scales is the first that it takes, packed ones too, as no
     captured tensor says it.  Raises ParityError as ``case_from`` does.
     """
@@ -85,13 +93,11 @@ def fed(
         reason = kernel.why_not(_sized(words, captured.case, stage), device)
         if reason is None:
             tensors = _named(captured, stage, _upstream(kernel, captured.case, device))
-            case, inputs = stage.given(
-                words, {n: t.to(memory or device) for n, t in tensors.items()}
-            )
+            case, _ = stage.given(words, tensors)
             stage.check(case)
             reason = kernel.why_not(case, device)
             if reason is None:
-                return case, inputs
+                return words, tensors
         refusal = refusal or reason
     declined = Declined(f"{kernel.name} does not take {captured.path.name} here: {refusal}")
     if refusal is not None:

@@ -69,6 +69,11 @@ def _compared(request: Request) -> Comparison:
         )
     if all(sides) or request.package:
         return _of_kernels(request)
+    if request.case_from is not None:
+        raise ParityError(
+            "--case-from runs kernels: give them by --kernel BASE --against CANDIDATE, or a "
+            "--package and two folders."
+        )
     base, candidate = request.paths
     for path in request.paths:
         if path.endswith(".py"):
@@ -82,12 +87,17 @@ def _compared(request: Request) -> Comparison:
 
 
 def _of_kernels(request: Request) -> Comparison:
+    from moe_parity.harness.captured.file import read as read_capture
     from moe_parity.harness.evidence import compare_kernels
     from moe_parity.harness.session import environment
     from moe_parity.references.language import parse_id
 
     for case in request.cases:
         parse_id(f"it-{case}", request.seed)
+    if request.case_from is not None:
+        if request.cases:
+            raise ParityError("--case-from and --case both say the inputs: leave one out.")
+        read_capture(request.case_from)
     seconds = request.timeout
     if seconds is None:
         seconds = ON_CPU if request.device == "cpu" or environment.gpu() is None else ON_GPU
@@ -102,9 +112,14 @@ def _of_kernels(request: Request) -> Comparison:
             device=request.device or "auto",
             seed=request.seed,
             cases=request.cases,
+            case_from=_captured(request),
             seconds=seconds,
         )
     )
+
+
+def _captured(request: Request) -> str:
+    return "" if request.case_from is None else str(request.case_from.resolve())
 
 
 def _package(request: Request, seconds: float) -> compare_kernels.Ask:
@@ -133,5 +148,6 @@ def _package(request: Request, seconds: float) -> compare_kernels.Ask:
     return compare_kernels.Ask(
         base=names, candidate=names, vendor=package, names=(request.paths[0], request.paths[1]),
         variables=({PACKAGES[package]: base}, {PACKAGES[package]: candidate}),
-        device=request.device or "auto", seed=request.seed, cases=request.cases, seconds=seconds,
+        device=request.device or "auto", seed=request.seed, cases=request.cases,
+        case_from=_captured(request), seconds=seconds,
     )  # fmt: skip

@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from moe_parity.harness.cli import case_from
 from moe_parity.references.errors import ParityError
 
 SKIP = 125
@@ -33,6 +35,7 @@ class Request:
     against: str | None = None
     package: str | None = None
     cases: tuple[str, ...] = ()
+    case_from: Path | None = None
     device: str | None = None
     seed: int = 0
     timeout: float | None = None
@@ -52,6 +55,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--package", metavar="NAME", help="its kernels, from two folders or checkouts: vllm")
     case = "this case, as ids say it: ue8m0-m33-h512[@seed] (repeatable; default: many)"
     add("--case", action="append", default=[], metavar="WORDS", help=case)
+    case_from.add_to(parser)
     add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
     add("--seed", type=int, default=0, metavar="N", help="the seed of the cases")
     timeout = "seconds that a side may take for one case, 0 for any (default: 120, on a GPU 300)"
@@ -105,6 +109,7 @@ def _run(args: argparse.Namespace) -> int:
             against=args.against,
             package=args.package,
             cases=tuple(args.case),
+            case_from=args.case_from,
             device=args.device,
             seed=args.seed,
             timeout=args.timeout,

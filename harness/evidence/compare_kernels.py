@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file as load_tensors
 
+from moe_parity.harness.evidence import compare_given
 from moe_parity.harness.evidence.compare_bits import Explainer, Pair, wrong
 from moe_parity.harness.evidence.compare_process import Side, Told, served
 from moe_parity.references.errors import ParityError
@@ -41,6 +42,8 @@ class Ask:
     seed: int = 0
     cases: tuple[str, ...] = ()
     """Case ids, ``@<seed>`` behind them; none where the base chooses."""
+    case_from: str = ""
+    """Or captured tensors: the base says what it takes of them."""
     seconds: float = 0.0
 
 
@@ -50,11 +53,14 @@ def compare(ask: Ask) -> Comparison:
     Raises ParityError, one sentence, for a side that cannot be loaded.
     """
     with _folder() as folder:
-        given = [("", key if "@" in key else f"{key}@{ask.seed}") for key in ask.cases] or None
-        base = _run(ask, 0, given, folder)
-        wanted = given if given is not None else [*base.cases]
-        names = _matched(base, wanted)
-        candidate = _run(ask, 1, names, folder)
+        cases = [("", key if "@" in key else f"{key}@{ask.seed}", "") for key in ask.cases]
+        base = _run(ask, 0, cases or None, folder)
+        cases = cases or [
+            (kernel, key, told.get("given", ""))
+            for (kernel, key), told in base.cases.items()
+            if "given" in told
+        ]
+        candidate = _run(ask, 1, _matched(base, cases), folder)
         items = list(_items(base, candidate))
     lost = [side for side in (base, candidate) if side.lost]
     return Comparison(
@@ -80,7 +86,7 @@ def _folder() -> Iterator[Path]:
 def _run(ask: Ask, which: int, cases: Any, folder: Path) -> Side:
     request = {
         "targets": (ask.base, ask.candidate)[which], "vendor": ask.vendor, "device": ask.device,
-        "seed": ask.seed, "cases": cases,
+        "seed": ask.seed, "cases": cases, "case_from": "" if which else ask.case_from,
     }  # fmt: skip
     name = ("base", "candidate")[which]
     if sys.stderr.isatty():
@@ -88,10 +94,10 @@ def _run(ask: Ask, which: int, cases: Any, folder: Path) -> Side:
     return served(name, request, folder, seconds=ask.seconds, variables=ask.variables[which])
 
 
-def _matched(base: Side, wanted: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _matched(base: Side, wanted: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """Return the cases that the candidate is asked for: of any kernel, where the base has one."""
     if len(base.kernels) == 1:
-        return [("", key) for _, key in wanted]
+        return [("", key, given) for _, key, given in wanted]
     return wanted
 
 
@@ -187,6 +193,9 @@ def _compared(
     """Return whether bits are the same, and why not."""
     own = stage_named(stage)
     _, case = parse_id(f"it-{key}")
+    inputs = own.inputs(case)
+    if told[0]["given"]:
+        case, inputs = compare_given.read(Path(told[0]["given"]), own)
     base, candidate = (
         {name: tensors[name] for name in side["names"]}
         for side, tensors in ((side, load_tensors(side["file"])) for side in told)
@@ -195,7 +204,7 @@ def _compared(
         who=kernel,
         stage=own,
         case=case,
-        inputs=own.inputs(case),
+        inputs=inputs,
         base=base,
         candidate=candidate,
         settled=told[1]["settled"],

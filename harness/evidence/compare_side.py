@@ -24,12 +24,15 @@ from safetensors.torch import save_file
 
 from moe_parity.harness.calling.poison import POISONS
 from moe_parity.harness.calling.run import other_order, run
+from moe_parity.harness.captured.feed import Declined
 from moe_parity.harness.cases.budget import skip_of
 from moe_parity.harness.cases.strategies import GROUPS, formats
 from moe_parity.harness.cases.sweep import swept
 from moe_parity.harness.checks import memory as memories
 from moe_parity.harness.checks.flow import BROKEN, raised
 from moe_parity.harness.checks.verdict import Verdict
+from moe_parity.harness.evidence.compare_given import read as read_given
+from moe_parity.harness.evidence.compare_given import written
 from moe_parity.harness.plugin import choose_device
 from moe_parity.harness.session import environment
 from moe_parity.kernels import Kernel, all_kernels, select
@@ -56,8 +59,11 @@ class Request:
     """Or all kernels of a package, by the name of its folder of adapters."""
     device: str = "auto"
     seed: int = 0
-    cases: tuple[tuple[str, str], ...] | None = None
-    """(kernel, ``<case id>@<seed>``); None where the side chooses.  An empty kernel is any."""
+    cases: tuple[tuple[str, str, str], ...] | None = None
+    """(kernel, ``<case id>@<seed>``, file of the inputs, if they are not the case's own); None
+    where the side chooses.  An empty kernel is any."""
+    case_from: str = ""
+    """Or the captured tensors that the inputs are taken from."""
     told: str
     """The file of what happens."""
     folder: str
@@ -71,7 +77,9 @@ def main(path: str) -> int:
     cases = data.pop("cases")
     request = Request(
         **{**data, "targets": tuple(data["targets"])},
-        cases=None if cases is None else tuple((kernel, case) for kernel, case in cases),
+        cases=None
+        if cases is None
+        else tuple((kernel, case, file) for kernel, case, file in cases),
     )
     with Path(request.told).open("a") as file:
 
@@ -104,11 +112,18 @@ def serve(request: Request) -> Iterator[dict[str, Any]]:
             "kind": "kernel", "kernel": kernel.name, "stage": kernel.stage.name,
             "unavailable": str(reason) if reason else "", "versions": dict(kernel.versions()),
         }  # fmt: skip
-        for case in () if reason else _asked(request, kernel, device):
+        try:
+            asked = [] if reason else _asked(request, kernel, device)
+        except Declined as error:
+            name = Path(request.case_from).name
+            yield {"kind": "case", "kernel": kernel.name, "case": name, "declined": str(error)}
+            continue
+        for case, given in asked:
             key = f"{case.id}@{case.seed}"
             yield {"kind": "begin", "kernel": kernel.name, "case": key}
-            told = _case(kernel, case, device, Path(request.folder) / f"{next(number)}.safetensors")
-            yield {"kind": "case", "kernel": kernel.name, "case": key, **told}
+            file = Path(request.folder) / f"{next(number)}.safetensors"
+            told = _case(kernel, case, device, file, given)
+            yield {"kind": "case", "kernel": kernel.name, "case": key, "given": given, **told}
             if "raised" in told and environment.gpu_lost():
                 raise ParityError(f"{kernel.name} took the GPU with it on {key}.")
 
@@ -126,11 +141,15 @@ def _kernels(request: Request) -> list[Kernel]:
     return select(request.targets)
 
 
-def _asked(request: Request, kernel: Kernel, device: str) -> list[Case]:
+def _asked(request: Request, kernel: Kernel, device: str) -> list[tuple[Case, str]]:
+    """Return cases, each with the file of its inputs, empty where they are its own."""
+    if request.case_from:
+        file = Path(request.folder) / f"given-{kernel.name}.safetensors"
+        return [(written(Path(request.case_from), kernel, device, file), str(file))]
     if request.cases is None:
-        return chosen(kernel, device, request.seed)
-    mine = [key for name, key in request.cases if name in ("", kernel.name)]
-    return [parse_id(f"it-{key}", request.seed)[1] for key in mine]
+        return [(case, "") for case in chosen(kernel, device, request.seed)]
+    mine = [(key, file) for name, key, file in request.cases if name in ("", kernel.name)]
+    return [(parse_id(f"it-{key}", request.seed)[1], file) for key, file in mine]
 
 
 def chosen(kernel: Kernel, device: str, seed: int = 0) -> list[Case]:
@@ -168,14 +187,17 @@ def _over_budget(kernel: Kernel, case: Case, device: str) -> bool:
     return skip is not None and skip.why is Why.BUDGET
 
 
-def _case(kernel: Kernel, case: Case, device: str, file: Path) -> dict[str, Any]:
+def _case(kernel: Kernel, case: Case, device: str, file: Path, given: str) -> dict[str, Any]:
     """Run a case, twice where it is short; return what became of it."""
     # a chip without a model is as good as any: bits are compared with bits
     reason = kernel.declines(case, device)
     if reason is not None:
         return {"declined": str(reason)}
     try:
-        made = kernel.stage.inputs(case, device)
+        if given:
+            case, made = read_given(Path(given), kernel.stage, device)
+        else:
+            made = kernel.stage.inputs(case, device)
         start = time.monotonic()
         first = second = run(kernel, case, made)
         if time.monotonic() - start < TWICE_BELOW:

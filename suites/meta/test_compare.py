@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from moe_parity.harness import capture
 from moe_parity.harness.cli import commands as cli
 from moe_parity.harness.evidence import compare_process
 from moe_parity.harness.evidence.compare_bits import Explainer, Pair
+from moe_parity.harness.evidence.compare_given import read
 from moe_parity.harness.evidence.compare_process import served
 from moe_parity.harness.evidence.compare_side import Request, chosen, serve
 from moe_parity.kernels import find
@@ -209,7 +213,7 @@ def test_cases_are_the_same_at_every_call_and_another_seed_draws_others():
 
 def test_kernels_of_ours_give_the_same_bits_twice(tmp_path):
     """What is no function of its inputs would be accused by every comparison."""
-    given = [("", "fp32-m3-e4-k2-h128@1"), ("", "fp32-m3-h128@0")]
+    given = [("", "fp32-m3-e4-k2-h128@1", ""), ("", "fp32-m3-h128@0", "")]
     names = ("ours_combine", "ours_act_quant")
     request = Request(
         targets=names, device="cpu", cases=tuple(given), told="", folder=str(tmp_path)
@@ -220,3 +224,36 @@ def test_kernels_of_ours_give_the_same_bits_twice(tmp_path):
     assert {line["kernel"] for line in ran} == set(names)
     assert all("file" in line or "declined" in line for line in told)
     assert all(os.path.getsize(line["file"]) for line in ran)
+
+
+def test_both_sides_are_called_with_what_was_captured(tmp_path):
+    """The base takes its inputs from the capture, the candidate those of the base."""
+    dump, x = tmp_path / "dump.safetensors", torch.arange(3 * 256).view(3, 256).bfloat16()
+    capture.write(dump, stage="act_quant", x=x)
+    asked = {"targets": ("ours_act_quant", "ours_combine"), "device": "cpu", "told": ""}
+    base = serve(Request(**asked, folder=str(tmp_path), case_from=str(dump)))
+    one, other = (line for line in base if line["kind"] == "case")
+    assert "ours_combine is a kernel of combine" in other["declined"]
+    told = (("", one["case"], one["given"]),)
+    (tmp_path / "candidate").mkdir()
+    dump.unlink()
+    candidate = serve(Request(**asked, folder=str(tmp_path / "candidate"), cases=told))
+    two, *_ = (line for line in candidate if line["kind"] == "case")
+    codes = [load_file(side["file"])["codes"] for side in (one, two)]
+    assert torch.equal(codes[0], codes[1])
+    want = STAGES["act_quant"].reference(*read(Path(one["given"]), STAGES["act_quant"]), OURS)
+    assert torch.equal(codes[0], want["codes"])
+    assert torch.equal(read(Path(one["given"]), STAGES["act_quant"])[1].x, x)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--case", CASE], "--case-from and --case both say the inputs"),
+        ([], "nope.safetensors does not exist"),
+    ],
+)
+def test_captured_tensors_that_say_nothing_are_one_sentence(more, said, capsys):
+    sides = ["--kernel", "ours_act_quant", "--against", "ours_act_quant"]
+    assert cli.main(["compare", *sides, "--case-from", "nope.safetensors", *more]) == 2
+    assert said in capsys.readouterr().err
