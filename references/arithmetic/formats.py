@@ -68,12 +68,17 @@ def to_f32(x: Tensor) -> Tensor:
 
 def f32_to_bf16(x: Tensor) -> Tensor:
     """Round fp32 to BF16, to nearest even; overflow gives Inf, NaN gives ``0x7fff``."""
+    if not x.numel():
+        return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     rounded = (_rounded_to_16(x) >> 16).to(torch.int16)
     return rounded.masked_fill_(torch.isnan(x), 0x7FFF).view(torch.bfloat16)
 
 
 def _rounded_to_16(x: Tensor) -> Tensor:
-    """Return int32 words whose upper half is the nearest BF16, ties to even; NaN is no number."""
+    """Return int32 words whose upper half is the nearest BF16, ties to even; NaN is no number.
+
+    Of no elements torch makes the strides up: callers see to those.
+    """
     bits = bits_of(x)
     # The sum wraps for NaN alone; a negative word counts up in magnitude as an unsigned one does.
     return ((bits >> 16) & 1).add_(bits).add_(0x7FFF)
@@ -97,6 +102,8 @@ def f32_to_f16(x: Tensor) -> Tensor:
 
 def round_bf16(x: Tensor) -> Tensor:
     """Round fp32 to BF16 and widen it again: the rounding alone."""
+    if not x.numel():
+        return torch.empty_like(x)
     return from_bits((_rounded_to_16(x) & -0x10000).masked_fill_(torch.isnan(x), F32_NAN_BITS))
 
 
