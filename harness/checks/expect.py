@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_parity.harness.cases.budget import skip_of
+from moe_parity.harness.cases.budget import CPU_COST, WRITTEN_COST, skip_of
 from moe_parity.harness.cases.grid import labels
 from moe_parity.harness.cases.sequences import base_of, batched, sequences
 from moe_parity.harness.cases.sweep import swept
@@ -33,9 +33,9 @@ class Recorder(Protocol):
         """Add what a check found."""
 
 
-def needs(kernel: Kernel, case: Case, device: str) -> None:
-    """Skip the running test where a case does not run here."""
-    reason = skip_of(kernel, case, device)
+def needs(kernel: Kernel, case: Case, device: str, most: int = CPU_COST) -> None:
+    """Skip the running test where a case does not run here; ``most`` is what it may cost."""
+    reason = skip_of(kernel, case, device, most)
     if reason is not None:
         skip_test(reason)
 
@@ -54,7 +54,7 @@ def expect(
     ``power`` also measures how many outputs could have been red.
     """
     __tracebackhide__ = True
-    needs(kernel, case, device)
+    needs(kernel, case, device, WRITTEN_COST)
     current().case(f"{kernel.name}-{case.id}", repro(kernel, case))
     verdicts = check(kernel, case, device, power=power, inputs=inputs)
     record(kernel, case, device, verdicts, recorder)
