@@ -117,6 +117,42 @@ def meeting(x_ptr, o_ptr, FORM: tl.constexpr):
 
 
 @triton.jit
+def changing(o_ptr, LATER: tl.constexpr):
+    """One program stores what all store, and then something else; its part runs last."""
+    tl.device_assert(tl.num_programs(0) > 1)
+    if tl.program_id(0) == LATER:
+        tl.store(o_ptr, 5)
+        tl.store(o_ptr, 6)
+    else:
+        tl.store(o_ptr, 5)
+
+
+@triton.jit
+def rounding(x_ptr, count_ptr, o_ptr):
+    """A float operation, and an atomic after it."""
+    program = tl.program_id(0)
+    tl.store(o_ptr + program, tl.load(x_ptr + program) * 1.5)
+    tl.atomic_add(count_ptr, 1)
+
+
+@triton.jit
+def talking(o_ptr):
+    """The last program prints, and then meets the first."""
+    program = tl.program_id(0)
+    if program == 3:
+        tl.device_print("last", program)
+    tl.store(o_ptr + program % 3, program)
+
+
+@triton.jit
+def counting(x_ptr, o_ptr):
+    """Numbers as conditions, each its own."""
+    program = tl.program_id(0)
+    if tl.load(x_ptr + program):
+        tl.store(o_ptr + program, program)
+
+
+@triton.jit
 def outside(o_ptr, limit):
     """Program ``limit`` leaves the tensor, after it and those before have stored."""
     program = tl.program_id(0)
@@ -239,3 +275,28 @@ def test_memory_that_a_group_undid_is_as_nobody_had_written_it() -> None:
             vg.launch(outside, (PROGRAMS,), out, 9)  # writes elements 0 to 9
         with pytest.raises(vg.UnwrittenRead, match=r"element \[2\] of x_ptr"):
             vg.launch(straight, (1,), out[8:16], torch.zeros(8, dtype=torch.int32), FORM="sum")
+
+
+@pytest.mark.parametrize("order", [{}, {"backwards": True}])
+@pytest.mark.parametrize("later", [0, 3])
+def test_the_order_of_groups_hides_no_race(later: int, order: dict[str, Any]) -> None:
+    _, said = both(changing, 4, torch.zeros(1, dtype=torch.int32), LATER=later, **order)
+    first = later == (3 if order else 0)  # then the others, which store 5, find 6
+    assert isinstance(said, str) == first or "both store" in said
+
+
+def test_what_a_launch_has_used_is_said_though_it_began_again() -> None:
+    count = torch.zeros(1, dtype=torch.int32)
+    _, said = both(rounding, 4, torch.ones(4), count, torch.zeros(4))
+    assert [name.split(":")[0] for name in said["operations"]] == ["fmul fp32 fp32 -> fp32"]
+
+
+def test_a_launch_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(vg.Race):
+        vg.launch(talking, (4,), torch.zeros(3, dtype=torch.int32))
+    assert capsys.readouterr().out.count("last") == 1
+
+
+def test_numbers_part_programs_by_their_truth(groups: list[int]) -> None:
+    both(counting, PROGRAMS, numbers(PROGRAMS), torch.zeros(PROGRAMS, dtype=torch.int32))
+    assert len(groups) == 3 + PROGRAMS

@@ -108,7 +108,7 @@ def run(kernel: Any, body: Callable[[], None], builder: VirtualBuilder, programs
         if isinstance(error, Alone):
             _SINGLY.add(kernel.fn)
         memory.back(0, 0, 0)
-        builder.used = used
+        builder.forget(used)
         return False
     else:
         return True
