@@ -129,7 +129,7 @@ def changing(o_ptr, LATER: tl.constexpr):
 
 @triton.jit
 def rounding(x_ptr, count_ptr, o_ptr):
-    """A float operation, and an atomic after it."""
+    """Scale an element of its own, then count with an atomic."""
     program = tl.program_id(0)
     tl.store(o_ptr + program, tl.load(x_ptr + program) * 1.5)
     tl.atomic_add(count_ptr, 1)
@@ -137,7 +137,7 @@ def rounding(x_ptr, count_ptr, o_ptr):
 
 @triton.jit
 def talking(o_ptr):
-    """The last program prints, and then meets the first."""
+    """Let the last program print, and then meet the first."""
     program = tl.program_id(0)
     if program == 3:
         tl.device_print("last", program)
