@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.kernels.virtual_gpu import abreast
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
+from moe_parity.kernels.virtual_gpu.memory import Memory
 
 PROGRAMS = 24
 
@@ -150,6 +151,15 @@ def counting(x_ptr, o_ptr):
     program = tl.program_id(0)
     if tl.load(x_ptr + program):
         tl.store(o_ptr + program, program)
+
+
+@triton.jit
+def again(o_ptr, limit):
+    """Store many times over, the last programs outside."""
+    own = o_ptr + tl.program_id(0)
+    for n in range(40):
+        tl.store(own, tl.load(own) * 3 + n)
+    tl.device_assert(tl.program_id(0) < limit)
 
 
 @triton.jit
@@ -300,3 +310,21 @@ def test_a_launch_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) ->
 def test_numbers_part_programs_by_their_truth(groups: list[int]) -> None:
     both(counting, PROGRAMS, numbers(PROGRAMS), torch.zeros(PROGRAMS, dtype=torch.int32))
     assert len(groups) == 3 + PROGRAMS
+
+
+@pytest.mark.parametrize("limit", [PROGRAMS, PROGRAMS - 1])
+def test_many_stores_are_undone_from_copies(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, settle = [], Memory.settle
+
+    def settled(memory: Memory) -> None:
+        settle(memory)
+        lengths.append(len(memory.undo or ()))
+
+    monkeypatch.setattr(Memory, "settle", settled)
+    monkeypatch.setattr(abreast, "MOST", 4)
+    monkeypatch.setattr(abreast, "NOTED", 0)
+    start = torch.arange(PROGRAMS, dtype=torch.int32)
+    out, _ = both(again, PROGRAMS, start, limit)
+    assert lengths
+    assert set(lengths) == {1}
+    assert (out[0] != start).all()
