@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_parity.kernels import virtual_gpu as vg
 from moe_parity.kernels.virtual_gpu import abreast
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
+from moe_parity.kernels.virtual_gpu.memory import Memory
 
 PROGRAMS = 24
 
@@ -114,6 +115,51 @@ def meeting(x_ptr, o_ptr, FORM: tl.constexpr):
         found = tl.load(x_ptr)
         tl.store(x_ptr, found + program - program + 1, mask=program == 3)
         tl.store(o_ptr + program, found)
+
+
+@triton.jit
+def changing(o_ptr, LATER: tl.constexpr):
+    """One program stores what all store, and then something else; its part runs last."""
+    tl.device_assert(tl.num_programs(0) > 1)
+    if tl.program_id(0) == LATER:
+        tl.store(o_ptr, 5)
+        tl.store(o_ptr, 6)
+    else:
+        tl.store(o_ptr, 5)
+
+
+@triton.jit
+def rounding(x_ptr, count_ptr, o_ptr):
+    """Scale an element of its own, then count with an atomic."""
+    program = tl.program_id(0)
+    tl.store(o_ptr + program, tl.load(x_ptr + program) * 1.5)
+    tl.atomic_add(count_ptr, 1)
+
+
+@triton.jit
+def talking(o_ptr):
+    """Let the last program print, and then meet the first."""
+    program = tl.program_id(0)
+    if program == 3:
+        tl.device_print("last", program)
+    tl.store(o_ptr + program % 3, program)
+
+
+@triton.jit
+def counting(x_ptr, o_ptr):
+    """Numbers as conditions, each its own."""
+    program = tl.program_id(0)
+    if tl.load(x_ptr + program):
+        tl.store(o_ptr + program, program)
+
+
+@triton.jit
+def again(o_ptr, limit):
+    """Store many times over, the last programs outside."""
+    own = o_ptr + tl.program_id(0)
+    for n in range(40):
+        tl.store(own, tl.load(own) * 3 + n)
+    tl.device_assert(tl.program_id(0) < limit)
 
 
 @triton.jit
@@ -239,3 +285,46 @@ def test_memory_that_a_group_undid_is_as_nobody_had_written_it() -> None:
             vg.launch(outside, (PROGRAMS,), out, 9)  # writes elements 0 to 9
         with pytest.raises(vg.UnwrittenRead, match=r"element \[2\] of x_ptr"):
             vg.launch(straight, (1,), out[8:16], torch.zeros(8, dtype=torch.int32), FORM="sum")
+
+
+@pytest.mark.parametrize("order", [{}, {"backwards": True}])
+@pytest.mark.parametrize("later", [0, 3])
+def test_the_order_of_groups_hides_no_race(later: int, order: dict[str, Any]) -> None:
+    _, said = both(changing, 4, torch.zeros(1, dtype=torch.int32), LATER=later, **order)
+    first = later == (3 if order else 0)  # then the others, which store 5, find 6
+    assert isinstance(said, str) == first or "both store" in said
+
+
+def test_what_a_launch_has_used_is_said_though_it_began_again() -> None:
+    count = torch.zeros(1, dtype=torch.int32)
+    _, said = both(rounding, 4, torch.ones(4), count, torch.zeros(4))
+    assert [name.split(":")[0] for name in said["operations"]] == ["fmul fp32 fp32 -> fp32"]
+
+
+def test_a_launch_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(vg.Race):
+        vg.launch(talking, (4,), torch.zeros(3, dtype=torch.int32))
+    assert capsys.readouterr().out.count("last") == 1
+
+
+def test_numbers_part_programs_by_their_truth(groups: list[int]) -> None:
+    both(counting, PROGRAMS, numbers(PROGRAMS), torch.zeros(PROGRAMS, dtype=torch.int32))
+    assert len(groups) == 3 + PROGRAMS
+
+
+@pytest.mark.parametrize("limit", [PROGRAMS, PROGRAMS - 1])
+def test_many_stores_are_undone_from_copies(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, settle = [], Memory.settle
+
+    def settled(memory: Memory) -> None:
+        settle(memory)
+        lengths.append(len(memory.undo or ()))
+
+    monkeypatch.setattr(Memory, "settle", settled)
+    monkeypatch.setattr(abreast, "MOST", 4)
+    monkeypatch.setattr(abreast, "NOTED", 0)
+    start = torch.arange(PROGRAMS, dtype=torch.int32)
+    out, _ = both(again, PROGRAMS, start, limit)
+    assert lengths
+    assert set(lengths) == {1}
+    assert (out[0] != start).all()

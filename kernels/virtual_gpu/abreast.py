@@ -32,6 +32,9 @@ ELEMENTS = 1 << 17
 MOST = 1 << 12
 """Programs of a group."""
 
+NOTED = 1 << 26
+"""Bytes of what stores replaced from which on whole tensors may take less."""
+
 PARTINGS = 6
 """Times that a group may part until its programs run singly: each time begins anew."""
 
@@ -108,7 +111,7 @@ def run(kernel: Any, body: Callable[[], None], builder: VirtualBuilder, programs
         if isinstance(error, Alone):
             _SINGLY.add(kernel.fn)
         memory.back(0, 0, 0)
-        builder.used = used
+        builder.forget(used)
         return False
     else:
         return True
@@ -138,6 +141,8 @@ def _groups(
         except Parted as ways:
             memory.back(*before)
             waiting += [(part, parted + 1) for part in reversed(_parts(group, ways, parted))]
+        else:
+            memory.settle()
 
 
 def _parts(group: Array, ways: Parted, parted: int) -> list[Array]:

@@ -104,6 +104,10 @@ class VirtualBuilder(PlainOperations, DescriptorOperations, AtomicOperations):
         first_x, first_y, first_z = (int(n[0]) for n in self._ids)
         self.program = first_x, first_y, first_z
 
+    def forget(self, used: dict[str, str]) -> None:
+        """Go back to what had been used: an operation that comes again is entered again."""
+        self.used, self._models = used, {}
+
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """Stand in for every builder method that has no model."""
         if not name.startswith(("create_", "get_")):
@@ -335,7 +339,7 @@ class VirtualBuilder(PlainOperations, DescriptorOperations, AtomicOperations):
 
     def create_print(self, prefix: str, _hex: bool, values: list[Value], *_: Any) -> None:
         """``tl.device_print``."""
-        if self.memory.programs > 1:
+        if self.memory.undo is not None:  # what is printed is not undone, not by one program either
             raise abreast.Alone("tl.device_print")
         print(self.program, prefix, *(v.data[0] for v in values))
 

@@ -50,17 +50,21 @@ class Crossings:
 
     def store(
         self, region: Region, addresses: Array, size: int, lanes: Array | None,
-        changed: Callable[[], Array],
+        _changed: Callable[[], Array],
     ) -> None:  # fmt: skip
-        """Note a store, before it; ``changed`` says which lanes change what the memory holds."""
+        """Note a store, before it.
+
+        Equal bits of two programs are no race, but what one of them stores besides may be, in the
+        one order and not in the other: groups have an order of their own, so it counts here.
+        """
         span, at = self._spans.enter(region, addresses, size)
         own = self._own(addresses, lanes, at)
-        stored, read = span.of("stored"), span.seen.get("read")
-        if stored[at].any() or read is not None:
-            changes = changed().reshape(-1, *[1] * (at.ndim - 1)) | (stored[at] == 0)
-            for seen in (stored, read):
-                _apart(seen, at, own, changes)
+        stored = span.of("stored")
+        for seen in (stored, span.seen.get("read")):
+            _apart(seen, at, own)
         stored[at] = own
+        if (own == _SEVERAL).any() or (stored[at] != own).any():
+            raise Crossed
 
     def atomic(self, *_: Any) -> NoReturn:
         """Atomics put programs in an order."""
@@ -84,11 +88,10 @@ class Crossings:
         return np.broadcast_to(own.reshape(-1, *[1] * (at.ndim - 1)), at.shape)
 
 
-def _apart(seen: Array | None, at: Array, own: Array, among: Array | None = None) -> None:
+def _apart(seen: Array | None, at: Array, own: Array) -> None:
     """Raise where another program was before."""
     if seen is None:
         return
     before = seen[at]
-    met = (before != 0) & ((before != own) | (own == _SEVERAL))
-    if (met if among is None else met & among).any():
+    if ((before != 0) & ((before != own) | (own == _SEVERAL))).any():
         raise Crossed

@@ -81,8 +81,11 @@ class Memory:
         """That run as one (``abreast``)."""
         self.widest = 0
         """Elements of the largest block of a program."""
-        self.undo: list[tuple[Array, Array, Array]] | None = None
+        self.undo: list[tuple[Array, Any, Array]] | None = None
         """Memory, entries and what they held, for each store since programs run as one."""
+
+        self._noted = 0
+        """Bytes of ``undo`` since the last look at it."""
 
     def fits(self, elements: int) -> None:
         """Part programs that run as one where their blocks together are too large."""
@@ -124,6 +127,7 @@ class Memory:
             self.races.store(region, address, kind.itemsize, lanes, changes)
             if self.undo is not None:
                 self.undo.append((elements, index, elements[index]))
+                self._noted += index.size * (index.itemsize + kind.itemsize)
             elements[index] = given
             lost = changes()  # a lane whose value another lane of this store has replaced
             if lost.any():
@@ -168,6 +172,22 @@ class Memory:
             memory, at, before = undo.pop()
             memory[at] = before
         self.bytes_loaded, self.bytes_stored = loaded, stored
+
+    def settle(self) -> None:
+        """Replace a long list of stores by copies of the tensors as they were before the launch."""
+        if self._noted <= abreast.NOTED:
+            return
+        self._noted, undo = 0, self.undo or []
+        arrays = {(a.ctypes.data, a.nbytes): a for a, _, _ in undo}
+        whole = sum(a.nbytes for a in arrays.values())
+        noted = sum(held.nbytes + at.nbytes for _, at, held in undo if not isinstance(at, slice))
+        if noted > 2 * whole:
+            now = [a.copy() for a in arrays.values()]
+            counts = self.bytes_loaded, self.bytes_stored
+            self.back(0, *counts)
+            undo += [(a, slice(None), a.copy()) for a in arrays.values()]
+            for array, copy in zip(arrays.values(), now, strict=True):
+                array[:] = copy
 
     def _times(self, access: _Access) -> int:
         """Return the programs that make an access as it stands."""

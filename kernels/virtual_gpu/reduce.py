@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from moe_parity.kernels.virtual_gpu.abreast import level
 from moe_parity.kernels.virtual_gpu.builder import VirtualBuilder
 from moe_parity.kernels.virtual_gpu.errors import UnmodelledOperation, unmodelled
 from moe_parity.kernels.virtual_gpu.values import Array, Value, wrap
@@ -138,5 +139,6 @@ def _steps(arrays: list[Array], types: list[Any], axis: int, combine: Any) -> li
         result = combine(*operands)
         result = result if isinstance(result, tuple) else (result,)
         shape = current[0].shape
-        partial.append([np.broadcast_to(r.handle.data, shape) for r in result])
+        found = (level(r.handle.data, current[0])[0] for r in result)
+        partial.append([np.broadcast_to(data, shape) for data in found])
     return partial
