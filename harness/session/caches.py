@@ -38,6 +38,9 @@ def provide(environ: MutableMapping[str, str] = os.environ) -> Path | None:
 
 def _can_be_written(folder: Path) -> bool:
     """Whether a folder takes files, or could be made."""
-    # os.path says no where a folder may not even be looked into; Path raises
-    there = next((place for place in (folder, *folder.parents) if os.path.exists(place)), folder)
-    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
+    # only the attempt says it: access(2) grants a superuser what the file system refuses
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)

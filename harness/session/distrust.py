@@ -31,12 +31,13 @@ def complaints(
     kernels: Collection[str],
     expressions: Mapping[str, str],
     stopped: bool,
+    passed: bool = False,
 ) -> list[Complaint]:
     """Return what speaks against a session.
 
     ``collected`` are the node ids of all tests, ``named`` says how records call them, ``kernels``
     those that were asked for, ``expressions`` what chose among the tests, by option; ``stopped``
-    says that results could not be written any more.
+    says that results could not be written any more, ``passed`` that pytest found no test red.
     """
     tests = [record for record in records if record.check == ITEM_CHECK]
     broken = any(record.verdict == "error" for record in tests)
@@ -57,7 +58,11 @@ def complaints(
     elif not (lost or asked or broken):
         for kernel in sorted(set(kernels) - {record.kernel for record in records}):
             found.append(Complaint(f"no test is about the kernel {kernel}", 1))
-    if any(record.verdict in ("fail", "error") for record in records):
+    red = [record for record in records if record.verdict in ("fail", "error")]
+    if red and passed:
+        text = f"{count(len(red), 'record')} of tests that passed are red"
+        found.append(Complaint(f"{text}, the first is {red[0].id}: {red[0].message}", 1))
+    elif red:
         found.append(Complaint("", 1))
     return found
 

@@ -365,6 +365,7 @@ class Session:
             kernels=self.selected or frozenset(),
             expressions={"-k": option.keyword, "-m": option.markexpr} | self.chosen,
             stopped=bool(self._stop),
+            passed=status == pytest.ExitCode.OK,
         )
         self.notes += [complaint.sentence for complaint in known if complaint.sentence]
         if any(record.verdict in ("fail", "error") for record in records):

@@ -148,6 +148,8 @@ class Memory:
         Lanes go in ``order``: the GPU promises none.
         ``promise`` is the order of memory: ``relaxed``, ``acquire``, ``release`` or ``acq_rel``.
         """
+        if self.undo is not None:
+            raise abreast.Alone("an atomic, which puts programs in an order")
         kind, shape = operand.dtype, pointer.data.shape
         operand, old = np.broadcast_to(operand, shape), np.zeros(shape, operand.dtype)
         access = _Access.of("atomic", pointer, mask, kind.itemsize)

@@ -170,3 +170,24 @@ def test_the_compiled_model_needs_no_place_for_what_it_compiled(monkeypatch):
     monkeypatch.setattr(tensor_core_numba.numba, "njit", nowhere)
     made = tensor_core_numba._compiled(inline="always")(len)
     assert made == ("compiled", len, {"inline": "always"})
+
+
+def test_the_suites_of_a_wheel_are_collected_without_a_checkout(built, tmp_path: Path):
+    """What `parity check` begins with: a suite that reads what only a checkout has ends it."""
+    built[0].extractall(tmp_path)
+    code = (
+        "import sys, pytest\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import moe_parity\n"
+        f"moe_parity.__path__ = [{str(tmp_path / 'moe_parity')!r}]\n"
+        "sys.exit(pytest.main(sys.argv[1:]))\n"
+    )
+    suites = tmp_path / "moe_parity" / "suites"
+    options = ["--collect-only", "-q", "-c", os.devnull, "--import-mode=importlib"]
+    options += ["--ignore", str(suites / "meta")]  # as the command leaves the harness's own out
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options, "-p", "moe_parity.harness.plugin", str(suites)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "suites/test_act_quant.py::" in done.stdout
