@@ -185,7 +185,8 @@ def test_the_suites_of_a_wheel_are_collected_without_a_checkout(built, tmp_path:
     )
     suites = tmp_path / "moe_parity" / "suites"
     options = ["--collect-only", "-q", "-c", os.devnull, "--import-mode=importlib"]
-    options += [f"--ignore={suites / name}" for name in NOT_CHECKS]  # as the command leaves the harness's own out
+    # as the command leaves the harness's own tests out
+    options += [f"--ignore={suites / name}" for name in NOT_CHECKS]
     done = subprocess.run(
         [sys.executable, "-c", code, *options, "-p", "moe_parity.harness.plugin", str(suites)],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
