@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moe_parity.kernels import beside
 from moe_parity.kernels.call import Call
 from moe_parity.kernels.choice import chosen
 from moe_parity.references.errors import ParityError
@@ -353,7 +354,7 @@ def builtin(kernel: Kernel) -> bool:
 
 
 def load_file(path: str | Path) -> list[Kernel]:
-    """Import a user's file and return the kernels it registered.
+    """Import a user's file and return the kernels it registered; it may import what lies beside it.
 
     Raises ParityError, in one sentence, where the file is missing, does not import, or registers
     nothing.
@@ -381,6 +382,7 @@ def _import_path(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ParityError(f"kernel file {path} is not a Python file.")
+    beside.importable(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -134,10 +134,6 @@ def _kernels(request: Request) -> list[Kernel]:
         own = [k for k in known if f"/vendors/{request.vendor}/" in k.source.as_posix()]
         names = set(request.targets)
         return [k for k in own if not names or k.name in names]
-    for target in request.targets:
-        if target.endswith(".py"):
-            # as `python FILE` has it: modules that lie beside a file are its own
-            sys.path.insert(0, str(Path(target).resolve().parent))
     return select(request.targets)
 
 

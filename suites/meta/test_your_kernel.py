@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from moe_parity.harness.checks.flow import check
 from moe_parity.harness.cli import commands, new_kernel
 from moe_parity.harness.cli.commands import main
-from moe_parity.kernels import all_kernels, load_file, registry
+from moe_parity.kernels import all_kernels, beside, load_file, registry
 from moe_parity.references.errors import ParityError
 from moe_parity.references.language import Case, Recipe, Values
 from moe_parity.references.recipes import ALL, recipe_named
@@ -219,3 +220,36 @@ def test_a_recipe_with_nothing_changed_has_the_same_parts():
         assert again.parts == dict(recipe.parts)
         assert isinstance(again, Recipe)
         assert dataclasses.replace(again, name=recipe.name, source=recipe.source) == recipe
+
+
+# --- what lies beside a file ---------------------------------------------------------------------
+
+BESIDE = """from helper import NAME
+from moe_parity.kernels import register
+
+@register(NAME, stage="combine", recipes="ours")
+def kernel(call):
+    from other import later
+    return call.stage.reference(call.case, call.inputs, later)
+"""
+
+
+def test_a_file_imports_what_lies_beside_it_and_not_what_lies_beside_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(beside, "_FOLDERS", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "k.py").write_text(BESIDE)
+        (tmp_path / folder / "helper.py").write_text(f"NAME = 'of_{folder}'\n")
+    later = "from moe_parity.references.recipes.ours import OURS as later\n"
+    (tmp_path / "one" / "other.py").write_text(later)
+    (kernel,) = load_file(tmp_path / "one" / "k.py")
+    assert kernel.name == "of_one"
+    verdicts = check(kernel, SMALL["combine"], "cpu")
+    assert {v.check for v in verdicts if v.verdict == "pass"} >= {"exact", "row_subset"}
+    with pytest.raises(ParityError, match=r"two/k.py has helper.py beside it, and .*one/helper"):
+        load_file(tmp_path / "two" / "k.py")
+    for name in ("helper", "other"):
+        sys.modules.pop(name)
